@@ -1,0 +1,236 @@
+"""Train on handwritten digits, lose a worker, and continue on another number of workers with the next row.
+
+Writes scikit-learn's digits to a LanceDB table and trains a small convolutional network on it with
+``TorchTrainer``. The first run is broken off by a worker that is killed; a second ``fit()`` of the same
+run name continues from its last checkpoint with more workers. At the end the ids of every global batch
+that the workers saw are compared, in order, with those of one uninterrupted reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.train.torch
+import torch
+from ray.experimental import tqdm_ray
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from sklearn.datasets import load_digits
+from torch import nn
+
+from ray_lance_stream import LanceStream, StreamDataConfig, TransformContext, report
+
+
+def write_table(uri: str, name: str) -> None:
+    """Writes id, image (64 values from 0 to 1), label and is_train; every fifth digit is kept for the test."""
+    digits = load_digits()
+    ids = np.arange(len(digits.target))
+    images = pa.FixedSizeListArray.from_arrays(pa.array((digits.data / 16).astype(np.float32).ravel()), 64)
+    columns = {"id": ids, "image": images, "label": digits.target, "is_train": ids % 5 != 0}
+    lancedb.connect(uri).create_table(name, pa.table(columns), mode="overwrite")
+
+
+def augment(batch: pa.RecordBatch, ctx: TransformContext) -> dict[str, Any]:
+    """Shifts each image by up to one pixel; the same shift at every retry, resume and number of workers."""
+    images = batch["image"].flatten().to_numpy().reshape(-1, 8, 8).copy()
+    for row, generator in enumerate(ctx.generators()):
+        images[row] = np.roll(images[row], tuple(generator.integers(-1, 2, size=2)), axis=(0, 1))
+    return {"id": batch["id"], "image": images[:, None], "label": batch["label"]}
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 9, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    context, shard = ray.train.get_context(), ray.train.get_dataset_shard("train")
+    rank, world = context.get_world_rank(), context.get_world_size()
+    net = build_model()
+    model = ray.train.torch.prepare_model(net)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as directory:
+            saved = torch.load(f"{directory}/model.pt", weights_only=True)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    total = config["epochs"] * len(shard)
+    bar = tqdm_ray.tqdm(desc=f"{world} workers", total=total, position=0) if rank == 0 else None
+    if bar:
+        bar.update(shard.epoch * len(shard) + shard.step)
+    seen: list[int] = []
+    with open(f"{config['log_dir']}/{time.time_ns()}-{rank}.jsonl", "w") as log:
+        for epoch in range(shard.epoch, config["epochs"]):
+            for batch in shard.iter_torch_batches(micro_batch_size=config["micro_batch_size"]):
+                with nullcontext() if shard.is_step_end or world == 1 else model.no_sync():
+                    loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+                    (loss * shard.loss_scale).backward()
+                seen += batch["id"].tolist()
+                if not shard.is_step_end:
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+                splits = len(shard.replica.owned_splits(config["num_splits"]))
+                entry = {"at": [epoch, shard.step], "rank": rank, "world": world, "splits": splits, "ids": seen}
+                print(json.dumps(entry), file=log, flush=True)
+                seen = []
+                if bar:
+                    bar.update(1)
+                if config["fail_at"] == [epoch, shard.step] and rank == world - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+                if shard.step % config["checkpoint_every"] == 0:
+                    save(net, optimizer, {"epoch": epoch, "step": shard.step}, rank)
+    stats = shard.stats()
+    metrics = {"wait_share": stats.wait_share, "samples_per_s": world * stats.rows / (stats.wait_s + stats.train_s)}
+    save(net, optimizer, metrics, rank)
+    if bar:
+        bar.close()
+
+
+def save(net: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, Any], rank: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = None
+        if rank == 0:
+            torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, f"{directory}/model.pt")
+            checkpoint = Checkpoint.from_directory(directory)
+        report(metrics, checkpoint)
+
+
+def logged_batches(log_dir: Path) -> tuple[dict[tuple[int, int], list[int]], list[int], int]:
+    """Puts the workers' logs together: {(epoch, step): ids in order}, the world sizes, steps seen twice."""
+    groups: dict[tuple[int, int], dict[int, list[dict[str, Any]]]] = {}
+    worlds: list[int] = []
+    for path in sorted(log_dir.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            groups.setdefault(tuple(entry["at"]), {}).setdefault(entry["world"], []).append(entry)
+            worlds += [entry["world"]] if entry["world"] not in worlds else []
+    batches, replayed = {}, 0
+    for at, by_world in groups.items():
+        versions = []
+        for world, entries in by_world.items():
+            entries.sort(key=lambda entry: entry["rank"])
+            if len(entries) == world:  # a step the killed group did not finish is not one
+                parts = [np.array(entry["ids"]).reshape(-1, entry["splits"]) for entry in entries]
+                versions.append(np.concatenate(parts, axis=1).ravel().tolist())
+        replayed += len(versions) - 1
+        if any(version != versions[0] for version in versions):
+            sys.exit(f"step {at} was delivered differently after the restart")
+        batches[at] = versions[0]
+    return batches, worlds, replayed
+
+
+def reference_batches(stream: LanceStream, epochs: int) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    """Reads the same stream in this process, with one replica and without interruption."""
+    with stream.open() as shard:
+        for epoch in range(epochs):
+            for batch in shard.iter_batches():
+                yield (epoch, shard.step), batch["id"].tolist()
+
+
+def accuracy(uri: str, table: str, checkpoint: Checkpoint) -> float:
+    rows = lancedb.connect(uri).open_table(table).search().where("NOT is_train").limit(None).to_arrow()
+    images = rows["image"].combine_chunks().flatten().to_numpy().reshape(-1, 1, 8, 8)
+    model = build_model()
+    with checkpoint.as_directory() as directory:
+        model.load_state_dict(torch.load(f"{directory}/model.pt", weights_only=True)["model"])
+    with torch.no_grad():
+        guesses = model(torch.from_numpy(images.copy())).argmax(1).numpy()
+    return float((guesses == rows["label"].to_numpy()).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--uri", help="LanceDB database; by default one in --output")
+    parser.add_argument("--table", default="digits")
+    parser.add_argument("--workers", type=int, nargs=2, default=(2, 3), help="workers before and after the failure")
+    parser.add_argument("--num-splits", type=int, default=16)
+    parser.add_argument("--global-batch-size", type=int, default=64)
+    parser.add_argument("--micro-batch-size", type=int, default=24)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps")
+    parser.add_argument("--address", default="local", help="Ray cluster; by default one on this machine")
+    parser.add_argument("--output", type=Path, default=Path("output/digits"))
+    args = parser.parse_args()
+    output = args.output.resolve()
+    shutil.rmtree(output, ignore_errors=True)
+    (output / "ids").mkdir(parents=True)
+    uri = args.uri or str(output / "db")
+
+    began = time.perf_counter()
+    # Reserved for trainers: a CPU each. Prefetchers reserve none by default.
+    ray.init(address=args.address, **({"num_cpus": max(args.workers)} if args.address == "local" else {}))
+    write_table(uri, args.table)
+    stream = LanceStream(
+        uri,
+        args.table,
+        num_splits=args.num_splits,
+        global_batch_size=args.global_batch_size,
+        shuffle_seed=42,
+        filter="is_train",
+        columns=["id", "image", "label"],
+        transform=augment,
+    )
+    config = {
+        "epochs": args.epochs,
+        "num_splits": args.num_splits,
+        "micro_batch_size": args.micro_batch_size,
+        "checkpoint_every": args.checkpoint_every,
+        "log_dir": str(output / "ids"),
+    }
+
+    def fit(workers: int, fail_at: list[int] | None) -> ray.train.Result:
+        return TorchTrainer(
+            train_loop,
+            train_loop_config=config | {"fail_at": fail_at},
+            datasets={"train": stream},
+            dataset_config=StreamDataConfig(),
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=workers),
+            run_config=RunConfig(name="digits", storage_path=str(output / "runs")),
+        ).fit()
+
+    with stream:
+        try:
+            fit(args.workers[0], fail_at=[args.epochs // 3, args.checkpoint_every + 5])
+        except ray.train.TrainingFailedError as error:
+            print(f"\nThe run broke off: {type(error).__name__}. Again, with {args.workers[1]} workers.\n")
+        result = fit(args.workers[1], fail_at=None)
+    ray.shutdown()
+
+    batches, worlds, replayed = logged_batches(output / "ids")
+    reference = dict(reference_batches(stream, args.epochs))
+    equal = batches == reference
+    score = accuracy(uri, args.table, result.checkpoint)
+    print(f"\nworld sizes          {' -> '.join(map(str, worlds))}")
+    print(f"steps                {len(batches)}, of which {replayed} were run again after the failure")
+    print(f"samples/s            {result.metrics['samples_per_s']:,.0f} (last world size)")
+    print(f"waiting for data     {result.metrics['wait_share']:.1%} of the training loop's time")
+    print(f"ordered ids          {'equal' if equal else 'NOT EQUAL'} to one uninterrupted reader's")
+    print(f"test accuracy        {score:.1%}")
+    print(f"time                 {time.perf_counter() - began:.0f} s")
+    if not equal or score < 0.97:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Elastic, exactly resumable training streams from LanceDB tables on Ray.
+
+* :class:`LanceStream` is the recipe; pass it to ``TorchTrainer(datasets={"train": stream})``.
+* :class:`StreamShard` is what ``ray.train.get_dataset_shard("train")`` returns in a training worker.
+* :func:`report` is ``ray.train.report`` with the stream's state in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_lance_stream.config import PrefetchConfig
+    from ray_lance_stream.errors import (
+        BlockError,
+        ConfigError,
+        LanceStreamError,
+        LockstepError,
+        MissingStateError,
+        PlacementError,
+        StaleIncarnationError,
+        StateError,
+        StateMismatchError,
+        StreamClosedError,
+        TableVersionError,
+        TransformError,
+    )
+    from ray_lance_stream.shard import StreamShard
+    from ray_lance_stream.state import merge_state_dicts
+    from ray_lance_stream.stats import ShardStats
+    from ray_lance_stream.stream import LanceStream
+    from ray_lance_stream.train import StreamDataConfig, report, save_state
+    from ray_lance_stream.transform import TransformContext
+
+# Imported when first used: an actor that plans or merges states must not wait for torch or Lance.
+_HOME = {
+    "BlockError": "errors",
+    "ConfigError": "errors",
+    "LanceStream": "stream",
+    "LanceStreamError": "errors",
+    "LockstepError": "errors",
+    "MissingStateError": "errors",
+    "PlacementError": "errors",
+    "PrefetchConfig": "config",
+    "ShardStats": "stats",
+    "StaleIncarnationError": "errors",
+    "StateError": "errors",
+    "StateMismatchError": "errors",
+    "StreamClosedError": "errors",
+    "StreamDataConfig": "train",
+    "StreamShard": "shard",
+    "TableVersionError": "errors",
+    "TransformContext": "transform",
+    "TransformError": "errors",
+    "merge_state_dicts": "state",
+    "report": "train",
+    "save_state": "train",
+}
+
+__all__ = [
+    "BlockError",
+    "ConfigError",
+    "LanceStream",
+    "LanceStreamError",
+    "LockstepError",
+    "MissingStateError",
+    "PlacementError",
+    "PrefetchConfig",
+    "ShardStats",
+    "StaleIncarnationError",
+    "StateError",
+    "StateMismatchError",
+    "StreamClosedError",
+    "StreamDataConfig",
+    "StreamShard",
+    "TableVersionError",
+    "TransformContext",
+    "TransformError",
+    "merge_state_dicts",
+    "report",
+    "save_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

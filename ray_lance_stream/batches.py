@@ -1,0 +1,176 @@
+"""Cuts the rows of one replica into the batches of its steps."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import pyarrow as pa
+
+from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
+from ray_lance_stream.plan import require_int
+from ray_lance_stream.position import Position
+from ray_lance_stream.reader import BlockReader
+from ray_lance_stream.topology import Replica, StepPlan, StepShare
+
+if TYPE_CHECKING:
+    from ray_lance_stream.shard import StreamShard
+
+T = TypeVar("T")
+Parts = Sequence[pa.Table]
+Convert = Callable[[Parts], T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery(Generic[T]):
+    """A batch on its way to the trainer, with what changes when it is handed over."""
+
+    batch: T
+    rows: int
+    loss_scale: float
+    micro_index: int
+    is_step_end: bool
+    end_cycle: int  # of the step the batch belongs to
+
+
+def deliveries(
+    reader: BlockReader,
+    steps: StepPlan,
+    replica: Replica,
+    position: Position,
+    convert: Convert[T],
+    micro_batch_size: int | None,
+) -> Generator[Delivery[T], None, None]:
+    """Makes the batches from a position to the end of its epoch. Reads the position, never moves it."""
+    cycle, skip = position.cycle, position.micro_done
+    width = len(replica.owned_splits(steps.num_splits))
+    while cycle < steps.end_cycle:
+        cycles = steps.rest_of_step(cycle)
+        share = _share(steps, replica, len(cycles), micro_batch_size)
+        first = cycles.start * width
+        for index in range(skip, share.num_micro_batches):
+            part = share.micro_batch(index)
+            yield Delivery(
+                batch=convert(reader.read(range(first + part.start, first + part.stop))),
+                rows=len(part),
+                loss_scale=share.loss_scale(len(part)),
+                micro_index=index,
+                is_step_end=index == share.num_micro_batches - 1,
+                end_cycle=cycles.stop,
+            )
+        cycle, skip = cycles.stop, 0
+        reader.release(position.cycle)  # what the trainer has been handed, not what was made ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How an epoch is iterated, checked before the first batch."""
+
+    batch_size: int | None
+    micro_batch_size: int | None
+    prefetch_batches: int
+    drop_last: bool
+    local_shuffle_buffer_size: int | None
+
+    def check(self, steps: StepPlan, replica: Replica, position: Position, *, drop_last: bool) -> None:
+        """Raises ConfigError if an option cannot work for this stream and replica."""
+        require_int("prefetch_batches", self.prefetch_batches, minimum=0, remedy="pass 0 to make each when asked for")
+        if self.local_shuffle_buffer_size is not None:
+            raise ConfigError(
+                explain(
+                    "local_shuffle_buffer_size is not supported",
+                    found=self.local_shuffle_buffer_size,
+                    expected="None",
+                    remedy="rows are shuffled over the whole table already; see shuffle and shuffle_clump_size",
+                )
+            )
+        if self.drop_last and not drop_last:
+            raise ConfigError(
+                explain(
+                    "drop_last belongs to the stream, so that all replicas agree",
+                    found="drop_last=True here, False on the stream",
+                    expected="the same on both",
+                    remedy="pass drop_last=True to LanceStream",
+                )
+            )
+        if position.micro_done and self.micro_batch_size != position.micro_batch_size:
+            raise ConfigError(
+                explain(
+                    "micro_batch_size cannot change in the middle of a step",
+                    found=self.micro_batch_size,
+                    expected=f"{position.micro_batch_size}, as the step began",
+                    remedy="finish the step first",
+                )
+            )
+        self._check_sizes(steps, replica, position)
+
+    def _check_sizes(self, steps: StepPlan, replica: Replica, position: Position) -> None:
+        lengths = {len(steps.cycles(step)) for step in (0, steps.num_steps - 1)} if steps.num_steps else set()
+        if position.cycle < steps.end_cycle:
+            lengths.add(len(steps.rest_of_step(position.cycle)))
+        for num_cycles in lengths:
+            _share(steps, replica, num_cycles, self.micro_batch_size)  # raises if a micro-batch would be empty
+        share = _share(steps, replica, steps.cycles_per_step, None)
+        if self.batch_size is not None and self.batch_size != share.rows:
+            raise ConfigError(
+                explain(
+                    "batch_size is not this replica's part of a step",
+                    found=f"batch_size={self.batch_size}",
+                    expected=f"{share.rows}: replica {replica.dp_rank} of {replica.dp_size} gets so many rows of a "
+                    f"global batch of {steps.global_batch_size}",
+                    remedy="leave batch_size out, change global_batch_size, or pass micro_batch_size to cut steps",
+                )
+            )
+
+
+def _share(steps: StepPlan, replica: Replica, num_cycles: int, micro_batch_size: int | None) -> StepShare:
+    return StepShare(
+        replica=replica, num_splits=steps.num_splits, num_cycles=num_cycles, micro_batch_size=micro_batch_size
+    )
+
+
+class Batches(Generic[T]):
+    """The rest of a shard's current epoch; each ``iter()`` continues where the shard stands."""
+
+    def __init__(self, shard: StreamShard, convert: Convert[T], options: BatchOptions) -> None:
+        self._shard = shard
+        self._convert = convert
+        self._options = options
+
+    def __iter__(self) -> Iterator[T]:
+        return BatchIterator(self._shard, self._shard._run(self._convert, self._options))
+
+
+class BatchIterator(Iterator[T]):
+    """Measures the waiting, and makes sure that one iteration at a time moves the shard."""
+
+    def __init__(self, shard: StreamShard, batches: Generator[T, None, None]) -> None:
+        self._shard = shard
+        self._batches = batches
+        self._superseded = False
+        self._returned_at: float | None = None
+        current = shard._iterating() if shard._iterating is not None else None
+        if current is not None:
+            current.close()
+        # Weak: when the loop is left, nothing else must keep the iterator and its thread.
+        shard._iterating = weakref.ref(self)
+
+    def __next__(self) -> T:
+        if self._superseded:
+            raise StreamClosedError("a newer iteration of this shard has taken over; use that one")
+        shard, began = self._shard, time.perf_counter()
+        if self._returned_at is not None:
+            shard._train_s += began - self._returned_at
+        try:
+            return next(self._batches)
+        finally:
+            self._returned_at = time.perf_counter()
+            shard._wait_s += self._returned_at - began
+
+    def close(self) -> None:
+        """Ends this iteration; the shard stays where it is."""
+        self._superseded = True
+        self._batches.close()

@@ -1,0 +1,169 @@
+"""Blocks: an Arrow table with the rows of given position ranges of given splits, in canonical order.
+
+Building a block is a pure function of the table version, the plan and the ranges: any process may do it,
+any number of times.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import pyarrow as pa
+
+from ray_lance_stream.errors import StateMismatchError, TransformError, explain
+from ray_lance_stream.permutation import IntArray
+from ray_lance_stream.plan import Plan, PlanSpec
+from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.table import PinnedTable, TableRef
+from ray_lance_stream.transform import Transform, TransformContext, cast_to
+
+_OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
+_OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
+_PROBE_ROWS: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRecipe:
+    """What a block is made of, the same for a whole stream."""
+
+    table: TableRef
+    columns: tuple[str, ...] | None = None
+    transform: Transform | None = None
+
+
+@dataclass(kw_only=True)
+class BuildStats:
+    """What one block cost. Times in seconds, sizes in bytes."""
+
+    rows: int
+    num_bytes: int
+    take_s: float
+    transform_s: float
+
+
+class BlockBuilder:
+    """Opens the table and builds blocks; one per process, safe to use from several threads."""
+
+    def __init__(self, recipe: BlockRecipe) -> None:
+        self._recipe = recipe
+        self._tables: _Cache[int, PinnedTable] = _Cache(_OPEN_VERSIONS)
+        self._plans: _Cache[str, Plan] = _Cache(_OPEN_PLANS)
+
+    def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
+        """Opens the table version, counts its rows and builds the first ones.
+
+        Returns:
+            The handle, without matching rows, and the matching rows (None without a filter).
+
+        Raises:
+            TableVersionError: The version is gone.
+            StateMismatchError: The version holds other data than the spec says.
+            ConfigError: Fewer rows than splits, an unknown column, a filter that cannot be read.
+            TransformError: The transform fails on the first rows.
+        """
+        table = self._table(spec)
+        matching = None if spec.order.filter is None else table.matching_rows(spec.order.filter)
+        num_rows = table.num_rows if matching is None else len(matching)
+        plan = self._plans.get(spec.plan_id, lambda: Plan(spec, num_rows, matching))
+        probe = self._probe(plan, num_rows, matching)
+        handle = PlanHandle(
+            spec=spec,
+            num_rows=num_rows,
+            matching_rows=None,
+            schema=probe.schema,
+            bytes_per_row=max(1.0, probe.nbytes / probe.num_rows),
+        )
+        return handle, matching
+
+    def build(
+        self, handle: PlanHandle, ranges: Ranges, resolve_rows: Callable[[Any], IntArray | None]
+    ) -> tuple[pa.Table, BuildStats]:
+        """Returns the block of the given ranges, and what it cost.
+
+        Args:
+            handle: The plan.
+            ranges: Which rows.
+            resolve_rows: Turns ``handle.matching_rows`` into an array; called once per plan.
+        """
+        spec = handle.spec
+        plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
+        table, stats = self._build(plan, ranges)
+        return cast_to(table, handle.schema), stats
+
+    def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None) -> pa.Table:
+        """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
+        order = plan.spec.order
+        first = Plan(PlanSpec(table=plan.spec.table, order=order, epoch=0), num_rows, matching)
+        splits = min(_PROBE_ROWS, order.num_splits)
+        cycles = min(first.layout.rows_per_split, max(1, _PROBE_ROWS // splits))
+        return self._build(first, Ranges(first_split=0, num_splits=splits, start=0, stop=cycles))[0]
+
+    def _build(self, plan: Plan, ranges: Ranges) -> tuple[pa.Table, BuildStats]:
+        splits, positions = ranges.places()
+        rows = plan.rows(splits, positions)
+        began = time.perf_counter()
+        block = self._table(plan.spec).take(rows, self._recipe.columns)
+        taken = time.perf_counter()
+        if self._recipe.transform is not None:
+            context = TransformContext(
+                epoch=plan.spec.epoch,
+                row_numbers=rows,
+                splits=splits,
+                positions=positions,
+                seed=plan.spec.order.shuffle_seed,
+            )
+            block = self._recipe.transform(_one_batch(block), context)
+        done = time.perf_counter()
+        stats = BuildStats(rows=block.num_rows, num_bytes=block.nbytes, take_s=taken - began, transform_s=done - taken)
+        return block, stats
+
+    def _table(self, spec: PlanSpec) -> PinnedTable:
+        table = self._tables.get(spec.table.version, lambda: self._recipe.table.open(spec.table.version))
+        if table.identity != spec.table:
+            raise StateMismatchError(
+                explain(
+                    "table differs: the version of that number holds other data",
+                    found=f"{self._recipe.table} version {table.version}, {table.identity.fingerprint}",
+                    expected=f"{spec.table.fingerprint}, as when the stream or its state was made",
+                    remedy="point the stream to the original table (a copied or moved one will do); "
+                    "if it was dropped and created anew, start a new run",
+                ),
+                "table",
+                spec.table,
+                table.identity,
+            )
+        return table
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    if len(batches) != 1:
+        raise TransformError(f"a block of {table.num_rows} rows does not fit one Arrow batch; use smaller blocks")
+    return batches[0]
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Cache(OrderedDict[K, V]):
+    """The last few values made, each made once even if several threads ask at the same time."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._lock = threading.Lock()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:  # type: ignore[override]
+        with self._lock:
+            if key not in self:
+                self[key] = make()
+                while len(self) > self._size:
+                    self.popitem(last=False)
+            self.move_to_end(key)
+            return self[key]

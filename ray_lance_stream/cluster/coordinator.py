@@ -1,0 +1,147 @@
+"""The coordinator: plans, the pool of prefetchers, and the leases that keep them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from ray_lance_stream.cluster.leases import Leases
+from ray_lance_stream.cluster.parcel import Parcel
+from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request
+from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS, Prefetcher
+from ray_lance_stream.config import PrefetchConfig
+from ray_lance_stream.errors import PlacementError, explain
+from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.request import PlanHandle
+
+cluster_nodes: Any = ray.nodes  # untyped
+logger = logging.getLogger("ray_lance_stream")
+_RETRY_PAUSE_S = 0.5
+
+
+class Coordinator:
+    """One per run and stream. Everything it knows can be made again, so it may be restarted.
+
+    An async actor: its methods run on one event loop, so its fields need no lock.
+    """
+
+    def __init__(self, session_id: str, recipe: Parcel, config: PrefetchConfig) -> None:
+        self._session_id = session_id
+        self._config = config
+        self._leases = Leases(config.idle_timeout_s)
+        self._incarnation = 0
+        self._plans: dict[str, asyncio.Task[PlanHandle]] = {}
+        self._turn = 0
+        # Ray's type hints do not know concurrency_groups.
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups=CONCURRENCY_GROUPS, max_restarts=-1, max_task_retries=0)(Prefetcher)
+        # The pool is owned by this actor: it cannot outlive it.
+        self._pool = [
+            actor.options(**options).remote(recipe, f"{session_id}/{index}")
+            for index, options in enumerate(actor_options(config, cluster_nodes()))
+        ]
+        self._ready: dict[int, str] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Coordinator({self._session_id})"
+
+    async def renew(self, holder: str) -> None:
+        """Takes or renews a lease."""
+        self._leases.renew(holder)
+
+    async def release(self, holder: str) -> None:
+        """Gives a lease back."""
+        self._leases.release(holder)
+
+    async def begin(self, incarnation: int) -> None:
+        """Fences off older incarnations on every prefetcher, and waits for the first one to be there.
+
+        Raises:
+            PlacementError: None could be placed within ``placement_timeout_s``.
+        """
+        self._incarnation = max(self._incarnation, incarnation)
+        await self._await_first()
+        fenced = [self._pool[index].fence.remote(self._incarnation) for index in self._ready]
+        # A prefetcher that is just being restarted has no old requests to drop.
+        await asyncio.gather(*fenced, return_exceptions=True)
+
+    async def pool(self) -> list[Any]:
+        """Returns the handles of the prefetchers that have started; at least one."""
+        await self._await_first()
+        return [self._pool[index] for index in sorted(self._ready)]
+
+    async def nodes(self) -> dict[int, str]:
+        """Returns the node id of each prefetcher that has started, by index."""
+        return dict(self._ready)
+
+    async def ensure(self, spec: PlanSpec, renew: bool = False) -> PlanHandle:
+        """Opens a plan, or finds it open: built at most once at a time, safe to repeat.
+
+        Args:
+            spec: The plan.
+            renew: Build it again, because its rows were lost with their node.
+        """
+        key = spec.plan_id
+        task = self._plans.get(key)
+        if task is None or (task.done() and (renew or task.exception() is not None)):
+            task = asyncio.get_running_loop().create_task(self._open(spec))
+            self._plans[key] = task
+            for old in list(self._plans)[:-4]:
+                del self._plans[old]
+        return await asyncio.shield(task)
+
+    async def _open(self, spec: PlanSpec) -> PlanHandle:
+        began = time.monotonic()
+        while True:
+            pool = await self.pool()
+            prefetcher = pool[self._turn % len(pool)]
+            self._turn += 1
+            try:
+                handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
+                handle: PlanHandle = await handle_ref
+            except RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                raise (cause if isinstance(cause, Exception) else error) from None
+            except RayActorError:
+                if time.monotonic() - began > self._config.retry_window_s:
+                    raise
+                logger.warning("a prefetcher was lost while it opened a plan; asking another one")
+                await asyncio.sleep(_RETRY_PAUSE_S)
+                continue
+            return handle if spec.order.filter is None else dataclasses.replace(handle, matching_rows=rows_ref)
+
+    async def _await_first(self) -> None:
+        if self._watch is None:
+            loop = asyncio.get_running_loop()
+            self._watch = loop.create_task(self._watch_starts())
+        began = time.monotonic()
+        while not self._ready:
+            if time.monotonic() - began > self._config.placement_timeout_s:
+                raise PlacementError(
+                    explain(
+                        f"no prefetcher could be placed within {self._config.placement_timeout_s:.0f} s",
+                        found=f"nodes: {describe_nodes(cluster_nodes())}",
+                        expected=f"a node that has, for each of {len(self._pool)}: {describe_request(self._config)}",
+                        remedy="label a node, add one, or change label_selector, num_cpus or resources "
+                        "in PrefetchConfig",
+                    )
+                )
+            await asyncio.sleep(0.02)
+
+    async def _watch_starts(self) -> None:
+        async def one(index: int, prefetcher: Any) -> None:
+            while index not in self._ready:
+                try:
+                    self._ready[index] = await prefetcher.ready.remote()
+                    await prefetcher.fence.remote(self._incarnation)
+                except RayActorError:
+                    await asyncio.sleep(_RETRY_PAUSE_S)
+
+        await asyncio.gather(*(one(index, prefetcher) for index, prefetcher in enumerate(self._pool)))

@@ -1,0 +1,92 @@
+"""The prefetcher: an actor on a CPU node that builds blocks for whoever asks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from ray_lance_stream.cluster.parcel import Parcel
+from ray_lance_stream.errors import StaleIncarnationError
+from ray_lance_stream.permutation import IntArray
+from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.request import PlanHandle, Ranges
+
+# Two blocks at a time: one is read while the transform works on the other. Control calls have a thread
+# of their own, so that they never wait behind blocks.
+CONCURRENCY_GROUPS = {"build": 2, "control": 1}
+
+
+class Prefetcher:
+    """Holds nothing that matters: it may die at any moment and be replaced by another one."""
+
+    _name = "starting"  # Ray asks for the repr even when the constructor has failed
+
+    def __init__(self, recipe: Parcel, name: str) -> None:
+        from ray_lance_stream.block import BlockBuilder  # here: the coordinator, too, imports this module
+
+        self._name = name
+        self._builder = BlockBuilder(recipe.unpack())
+        self._lock = threading.Lock()
+        self._incarnation = 0
+        self._built = {"blocks": 0, "rows": 0, "num_bytes": 0, "take_s": 0.0, "transform_s": 0.0, "dropped": 0}
+
+    def __repr__(self) -> str:  # the prefix of its lines in Ray's logs
+        return f"Prefetcher({self._name})"
+
+    @ray.method(concurrency_group="control")
+    def ready(self) -> str:
+        """Returns the id of the node it runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="control")
+    def fence(self, incarnation: int) -> None:
+        """From now on drops requests of older incarnations unread."""
+        with self._lock:
+            self._incarnation = max(self._incarnation, incarnation)
+
+    @ray.method(concurrency_group="control")
+    def stats(self) -> dict[str, float]:
+        """Returns totals since it started: blocks, rows, bytes, seconds of reading and of transforming."""
+        with self._lock:
+            return dict(self._built)
+
+    @ray.method(concurrency_group="build")
+    def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
+        """Opens a plan; called with ``num_returns=2``, so that the rows travel through the object store."""
+        return self._builder.open_plan(spec)
+
+    @ray.method(concurrency_group="build")
+    def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int) -> pa.Table:
+        """Returns a block.
+
+        Raises:
+            StaleIncarnationError: A newer incarnation has been announced.
+        """
+        with self._lock:
+            stale = incarnation < self._incarnation
+            self._built["dropped"] += stale
+        if stale:
+            raise StaleIncarnationError(f"the worker group {incarnation} has been replaced by a newer one")
+        try:
+            table, stats = self._builder.build(handle, ranges, _resolve)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic in native code is no Exception, and would end the actor
+            raise RuntimeError(f"{type(error).__name__} while building a block: {error}") from None
+        with self._lock:
+            self._built["blocks"] += 1
+            self._built["rows"] += stats.rows
+            self._built["num_bytes"] += stats.num_bytes
+            self._built["take_s"] += stats.take_s
+            self._built["transform_s"] += stats.transform_s
+        return table
+
+
+def _resolve(rows: Any) -> IntArray | None:
+    if rows is None:
+        return None
+    numbers: IntArray = ray.get(rows)
+    return numbers

@@ -1,0 +1,120 @@
+"""The validated settings of a stream. They describe; nothing here opens, starts or reads anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ray_lance_stream.errors import ConfigError, MissingStateError, explain
+from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
+from ray_lance_stream.state import StreamState, check_overrides
+
+if TYPE_CHECKING:
+    from ray_lance_stream.block import BlockRecipe
+
+MIB: Final = 1024 * 1024
+POOL_LABEL: Final = {"pool": "data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchConfig:
+    """The pool of prefetchers and what it may use. Changes speed and memory, never the order of rows.
+
+    Attributes:
+        num_actors: Prefetchers, 1 or more.
+        num_cpus: CPUs Ray reserves for each. The default, 0, reserves none: training workers find the
+            CPUs they ask for, and the prefetchers use what is idle. Give 1 on nodes kept for data.
+        resources: Custom Ray resources of each prefetcher.
+        label_selector: Ray node labels, e.g. ``{"pool": "data"}``. Without one, and without
+            ``resources``, prefetchers go to nodes labelled ``pool=data`` if there are any, else to CPU
+            nodes, else to any node with CPUs.
+        runtime_env: Ray runtime environment of the prefetchers; by default the job's.
+        max_buffer_bytes: Most bytes of blocks requested and not yet handed over, for the whole stream;
+            each training worker gets an equal part, and may always have one block.
+        block_bytes: Size blocks grow to, the first ones being smaller.
+        placement_timeout_s: How long to wait for the first prefetcher to start.
+        idle_timeout_s: After so long without a living consumer the stream's actors end by themselves.
+        retry_window_s: How long a block is asked for again after losses before that is an error.
+    """
+
+    num_actors: int = 2
+    num_cpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    label_selector: Mapping[str, str] = field(default_factory=dict)
+    runtime_env: Mapping[str, Any] | None = None
+    max_buffer_bytes: int = 256 * MIB
+    block_bytes: int = 16 * MIB
+    placement_timeout_s: float = 60.0
+    idle_timeout_s: float = 60.0
+    retry_window_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        require_int("num_actors", self.num_actors, minimum=1, remedy="pass 1 or more prefetchers")
+        require_int("max_buffer_bytes", self.max_buffer_bytes, minimum=1, remedy="pass a number of bytes")
+        require_int("block_bytes", self.block_bytes, minimum=1, remedy="pass a number of bytes")
+        _require_number("num_cpus", self.num_cpus, least=0)
+        for name in ("placement_timeout_s", "idle_timeout_s", "retry_window_s"):
+            _require_number(name, getattr(self, name), least=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """Everything a shard needs to know of its stream; small, picklable, the same for all shards."""
+
+    stream_id: str
+    recipe: BlockRecipe
+    identity: TableIdentity
+    order: OrderSpec
+    global_batch_size: int
+    drop_last: bool = False
+    seed_given: bool = True
+    pinned_version: int | None = None
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    resume_states: Mapping[str, StreamState] | None = None
+    on_missing_state: Literal["error", "restart"] = "error"
+    allow_changes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_overrides(self.allow_changes)
+        if self.on_missing_state not in ("error", "restart"):
+            raise ConfigError(
+                explain(
+                    "on_missing_state is not valid",
+                    found=repr(self.on_missing_state),
+                    expected="'error' or 'restart'",
+                    remedy="keep the default unless a checkpoint without stream state is meant to start over",
+                )
+            )
+
+    def state_for(self, name: str, states: Mapping[str, StreamState] | None, where: str) -> StreamState | None:
+        """Picks this stream's state out of a checkpoint's.
+
+        Args:
+            name: The stream's name in the run.
+            states: The checkpoint's states by name; None if it holds no file of ours.
+            where: The checkpoint, for the error.
+
+        Raises:
+            MissingStateError: It is not there, and ``on_missing_state`` is "error".
+        """
+        if states and name in states:
+            return states[name]
+        if self.on_missing_state == "restart":
+            return None
+        raise MissingStateError(
+            explain(
+                f"the checkpoint {where} holds no state of the stream {name!r}",
+                found=f"states of {sorted(states)}" if states else "no lance_stream.json",
+                expected="a checkpoint written by ray_lance_stream.report() or with save_state()",
+                remedy="resume from a checkpoint that has one, or pass on_missing_state='restart' to begin anew",
+            )
+        )
+
+
+def _require_number(name: str, value: object, *, least: float) -> None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least:
+        return
+    raise ConfigError(
+        explain(f"{name} is not valid", found=repr(value), expected=f"a number >= {least}", remedy="pass one")
+    )

@@ -1,0 +1,55 @@
+"""A shard's place in its run, and what connects it to the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.source import BlockSource, LocalSource
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import Seat
+
+if TYPE_CHECKING:
+    from ray_lance_stream.shard import StreamShard
+
+
+class Link(Protocol):
+    """What connects a shard to the rest of its run."""
+
+    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
+        """Returns where blocks come from; called once, when the shard is first used."""
+
+    def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
+        """Returns the state in the run's own checkpoint, None if the run has none yet."""
+
+    def opened(self, shard: StreamShard) -> None:
+        """Called once the shard knows where it stands."""
+
+    def announce(self, seat: Seat, step: int, state: StreamState) -> None:
+        """Tells the run which state the shard will have after the step it is about to hand out."""
+
+    def close(self) -> None:
+        """Ends what belongs to this shard only."""
+
+
+class LocalLink:
+    """Connects a shard to nothing but this process; see ``Link``."""
+
+    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
+        """See ``Link``."""
+        del seat
+        return LocalSource(config.recipe)
+
+    def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
+        """See ``Link``."""
+        del config, seat
+        return None
+
+    def opened(self, shard: StreamShard) -> None:
+        """See ``Link``."""
+
+    def announce(self, seat: Seat, step: int, state: StreamState) -> None:
+        """See ``Link``."""
+
+    def close(self) -> None:
+        """See ``Link``."""

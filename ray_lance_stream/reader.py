@@ -1,0 +1,226 @@
+"""Reads one replica's splits of one epoch, block by block, ahead of the consumer and within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Final
+
+import pyarrow as pa
+
+from ray_lance_stream.errors import BlockError, LanceStreamError, StreamClosedError
+from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.source import BlockSource
+
+_POLL_S: Final = 0.2  # how often a wait looks after the other blocks in flight
+_FIRST_BLOCK_BYTES: Final = 512 * 1024
+_GROWTH: Final = 2  # each block may be this many times the size of the one before
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadAhead:
+    """How far a reader looks ahead. Changes speed and memory, never order.
+
+    Attributes:
+        max_bytes: Most bytes of blocks requested and not yet handed to the consumer. One block is
+            always allowed, whatever its size.
+        block_bytes: Size blocks grow to. Larger blocks read neighbouring rows together more often.
+    """
+
+    max_bytes: int
+    block_bytes: int
+
+
+@dataclass(kw_only=True)
+class _Block:
+    start: int  # first cycle
+    stop: int
+    future: Future[pa.Table]
+    asked_at: float
+    estimate: float  # bytes, until the block is here
+    attempt: int = 1
+    retry_at: float | None = None
+    table: pa.Table | None = field(default=None, repr=False)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.estimate if self.table is None else self.table.nbytes
+
+
+class BlockReader:
+    """Serves the rows of consecutive cycles, waiting for blocks as needed.
+
+    Not thread-safe: one thread reads at a time. Blocks stay until :meth:`release`, so a reader can go
+    back to the last released cycle without asking for anything again.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        handle: PlanHandle,
+        owned_splits: range,
+        *,
+        start_cycle: int,
+        end_cycle: int,
+        cycles_per_step: int,
+        read_ahead: ReadAhead,
+    ) -> None:
+        self._source = source
+        self._handle = handle
+        self._owned = owned_splits
+        self._end_cycle = end_cycle
+        self._cycles_per_step = cycles_per_step
+        self._read_ahead = read_ahead
+        self._blocks: deque[_Block] = deque()
+        self._next_cycle = start_cycle  # first cycle not yet asked for
+        self._bytes_per_cycle = handle.bytes_per_row * len(owned_splits)
+        self._next_bytes = float(min(_FIRST_BLOCK_BYTES, read_ahead.block_bytes))
+        self._closed = False
+        self.interrupted = threading.Event()  # set: the read under way raises StreamClosedError
+        self.wait_s = 0.0
+        self.retries = 0
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of blocks that are here or asked for (those at their estimated size)."""
+        return int(sum(block.num_bytes for block in self._blocks))
+
+    def read(self, rows: range) -> list[pa.Table]:
+        """Returns rows of this replica, in canonical order, as consecutive zero-copy parts.
+
+        Row i is the one of cycle ``i // w`` and of the ``i % w``-th owned split, w = number of owned
+        splits. Waits until the rows are there. ``rows`` must not begin before what was released.
+        """
+        width = len(self._owned)
+        self._ask_ahead(until=-(-rows.stop // width))
+        parts = []
+        for block in list(self._blocks):
+            first, last = max(block.start * width, rows.start), min(block.stop * width, rows.stop)
+            if first < last:
+                parts.append(self._wait(block).slice(first - block.start * width, last - first))
+        if sum(part.num_rows for part in parts) != len(rows):
+            raise BlockError(f"rows {rows.start} to {rows.stop} are not in the blocks that were read")
+        return parts
+
+    def release(self, cycle: int) -> None:
+        """Drops the blocks that end at or before ``cycle`` and asks for new ones."""
+        while self._blocks and self._blocks[0].stop <= cycle:
+            self._blocks.popleft()
+        self._ask_ahead(until=0)
+
+    def close(self) -> None:
+        """Forgets all blocks and gives up those in flight. May be called from another thread."""
+        self._closed = True
+        for block in list(self._blocks):
+            block.future.cancel()
+        self._blocks.clear()
+
+    def _ask_ahead(self, *, until: int) -> None:
+        """Asks for blocks up to the budget, and in any case up to cycle ``until``."""
+        self._check_open()
+        while self._next_cycle < self._end_cycle:
+            size = self._block_cycles()
+            estimate = size * self._bytes_per_cycle
+            held = sum(block.num_bytes for block in self._blocks)
+            if self._blocks and self._next_cycle >= until and held + estimate > self._read_ahead.max_bytes:
+                return
+            start, stop = self._next_cycle, min(self._next_cycle + size, self._end_cycle)
+            self._blocks.append(
+                _Block(
+                    start=start,
+                    stop=stop,
+                    future=self._request(start, stop),
+                    asked_at=time.monotonic(),
+                    estimate=(stop - start) * self._bytes_per_cycle,
+                )
+            )
+            self._next_cycle = stop
+
+    def _check_open(self) -> None:
+        if self._closed:  # by another thread
+            raise StreamClosedError("the shard was closed while it was being read")
+
+    def _block_cycles(self) -> int:
+        """Cycles of the next block: growing, and whole steps where a step is smaller than a block."""
+        limit = min(float(self._read_ahead.block_bytes), max(1.0, self._read_ahead.max_bytes / 3))
+        size = min(self._next_bytes, limit)
+        self._next_bytes = min(size * _GROWTH, limit)
+        cycles = max(1, int(size / self._bytes_per_cycle))
+        q = self._cycles_per_step
+        if cycles >= q:
+            # End where a step ends, so that no batch straddles two blocks.
+            end = (self._next_cycle + cycles) // q * q
+            return max(1, end - self._next_cycle)
+        return cycles
+
+    def _request(self, start: int, stop: int) -> Future[pa.Table]:
+        ranges = Ranges(first_split=self._owned.start, num_splits=len(self._owned), start=start, stop=stop)
+        return self._source.request(self._handle, ranges)
+
+    def _wait(self, wanted: _Block) -> pa.Table:
+        began = time.perf_counter()
+        while not self._arrived(wanted):
+            self._pause(wanted)
+            self._check_open()
+            if self.interrupted.is_set():
+                raise StreamClosedError("this iteration of the shard has ended")
+        self.wait_s += time.perf_counter() - began
+        assert wanted.table is not None
+        return wanted.table
+
+    def _arrived(self, wanted: _Block) -> bool:
+        self._look_after()
+        return wanted.table is not None
+
+    def _pause(self, wanted: _Block) -> None:
+        """Waits until the block may be there, but no longer than one poll."""
+        if wanted.retry_at is not None:
+            self.interrupted.wait(max(0.0, min(_POLL_S, wanted.retry_at - time.monotonic())))
+            return
+        with contextlib.suppress(FutureTimeoutError, CancelledError):
+            wanted.future.exception(timeout=_POLL_S)
+
+    def _look_after(self) -> None:
+        """Takes in the blocks that arrived and sends failed requests again."""
+        now = time.monotonic()
+        for block in list(self._blocks):
+            if block.table is not None:
+                continue
+            if block.retry_at is not None:
+                if now >= block.retry_at:
+                    block.retry_at = None
+                    block.attempt += 1
+                    self.retries += 1
+                    block.future = self._request(block.start, block.stop)
+            elif block.future.done() and not self._closed:
+                self._take_in(block, now)
+
+    def _take_in(self, block: _Block, now: float) -> None:
+        error = block.future.exception()
+        if error is None:
+            block.table = block.future.result()
+            # Later estimates follow what rows really weigh, so that the budget holds for skewed data.
+            self._bytes_per_cycle = max(1.0, block.table.nbytes / (block.stop - block.start))
+            return
+        delay_s = self._source.retry_delay_s(error, block.attempt, now - block.asked_at)
+        if delay_s is None:
+            raise self._final_error(block, error)
+        block.retry_at = now + delay_s
+
+    def _final_error(self, block: _Block, error: BaseException) -> BaseException:
+        cause = getattr(error, "cause", None)
+        if isinstance(error, LanceStreamError):
+            return error
+        if isinstance(cause, LanceStreamError):
+            return cause
+        failure = BlockError(
+            f"the block of positions {block.start} to {block.stop} of splits {self._owned.start} to "
+            f"{self._owned.stop} could not be built in {block.attempt} attempt(s): {error}"
+        )
+        failure.__cause__ = error
+        return failure

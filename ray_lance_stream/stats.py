@@ -1,0 +1,32 @@
+"""What a shard measures about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStats:
+    """What one training worker saw since its shard was opened.
+
+    Attributes:
+        rows: Rows handed to the trainer.
+        batches: Batches (micro-batches, if cut) handed to the trainer.
+        wait_s: Seconds the trainer waited in ``next()``. Near zero: data is never the limit.
+        train_s: Seconds between two ``next()``, the trainer's own work.
+        buffered_bytes: Bytes of blocks held or asked for right now. At the budget: the pool keeps up.
+        retries: Requests sent again after a prefetcher, a node or an object was lost.
+    """
+
+    rows: int
+    batches: int
+    wait_s: float
+    train_s: float
+    buffered_bytes: int
+    retries: int
+
+    @property
+    def wait_share(self) -> float:
+        """Part of the loop's time spent waiting for data, 0 to 1. Above a few percent: add prefetchers."""
+        total = self.wait_s + self.train_s
+        return self.wait_s / total if total else 0.0

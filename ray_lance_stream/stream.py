@@ -1,0 +1,280 @@
+"""``LanceStream``: the recipe of a training stream. Picklable; it starts nothing until it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.checkpoint import Streams, locate, read_streams
+from ray_lance_stream.config import PrefetchConfig, StreamConfig
+from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain
+from ray_lance_stream.link import LocalLink
+from ray_lance_stream.plan import OrderSpec, SplitLayout, require_int
+from ray_lance_stream.shard import StreamShard
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.table import TableRef
+from ray_lance_stream.topology import Replica, Seat, StepPlan
+from ray_lance_stream.transform import Transform
+
+logger = logging.getLogger("ray_lance_stream")
+
+
+class LanceStream:
+    """A stream of training batches from a LanceDB table, the same for any number of workers.
+
+    Building one opens the table to validate the arguments and to pin its version; it starts no actor and
+    needs no Ray. Pass it to ``TorchTrainer(datasets={"train": stream})``, or call :meth:`open`.
+
+    Args:
+        uri: The database: a path or a URI, as for ``lancedb.connect``.
+        table: The table's name.
+        num_splits: Splits, S: fixed for the life of a run; any number of replicas from 1 to S works. A
+            number with many divisors, such as 48, keeps the replicas' shares equal most often.
+        global_batch_size: Rows of a step on all replicas together; a multiple of ``num_splits``.
+        shuffle: Shuffle rows over the whole table, anew every epoch.
+        shuffle_seed: Seed of the order and of the transform's generators; None draws one.
+        shuffle_clump_size: Neighbouring rows shuffled as one: larger reads faster and mixes less.
+        filter: SQL condition; only rows that satisfy it exist for the stream.
+        columns: Columns to read; all by default.
+        transform: Runs on the prefetchers: ``transform(batch)`` or ``transform(batch, ctx)`` with a
+            ``pyarrow.RecordBatch`` and a ``TransformContext``. Returns as many rows, in the same order: a
+            record batch or table, a dict of arrays or tensors, or a list of rows. A class is built once
+            per prefetcher.
+        drop_last: Leave out the epoch's last step if it is short.
+        order: The plan's algorithm.
+        version: Pin this table version; by default the latest now, or the one a resumed state names.
+        storage_options: As for ``lancedb.connect``; never shown or stored in checkpoints.
+        connection_factory: Instead of ``uri``: called with the table's name in every process that reads,
+            returns the open table. For credentials that must not travel.
+        prefetch: The pool of prefetchers.
+        resume_from: Where to begin if the run has no checkpoint of its own: a checkpoint directory (path,
+            URI or ``ray.train.Checkpoint``), or a state dict.
+        on_missing_state: What to do with a checkpoint that holds no state of this stream: "error", or
+            "restart" from the beginning.
+        allow_changes: Fields in which this stream differs from the state on purpose, e.g. ``("filter",)``.
+
+    Raises:
+        ConfigError: An argument cannot work.
+        StateError: ``resume_from`` is damaged or is no state.
+
+    Example:
+        >>> stream = LanceStream("/data/db", "digits", num_splits=12, global_batch_size=120, shuffle_seed=42)
+        >>> with stream.open() as shard:
+        ...     for batch in shard.iter_torch_batches():
+        ...         print(shard.step, batch["image"].shape)
+    """
+
+    def __init__(
+        self,
+        uri: str | Path | None = None,
+        table: str = "",
+        *,
+        num_splits: int,
+        global_batch_size: int,
+        shuffle: bool = True,
+        shuffle_seed: int | None = 0,
+        shuffle_clump_size: int | None = None,
+        filter: str | None = None,
+        columns: Sequence[str] | None = None,
+        transform: Callable[..., Any] | None = None,
+        drop_last: bool = False,
+        order: str = "feistel",
+        version: int | None = None,
+        storage_options: Mapping[str, str] | None = None,
+        connection_factory: Callable[[str], Any] | None = None,
+        prefetch: PrefetchConfig | None = None,
+        resume_from: object = None,
+        on_missing_state: Literal["error", "restart"] = "error",
+        allow_changes: Sequence[str] = (),
+    ) -> None:
+        seed = secrets.randbits(63) if shuffle_seed is None else shuffle_seed
+        spec = OrderSpec(
+            num_splits=num_splits,
+            shuffle=shuffle,
+            shuffle_seed=seed,
+            shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
+            filter=filter,
+            order=order,
+        )
+        StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # checks both
+        if version is not None:
+            require_int("version", version, minimum=1, remedy="pass a version of the table, or leave it out")
+        ref = TableRef(
+            uri=None if uri is None else str(uri),
+            name=table,
+            storage_options=storage_options,
+            connection_factory=connection_factory,
+        )
+        recipe = BlockRecipe(table=ref, columns=_column_names(columns), transform=_transform(transform))
+        opened = ref.open(version)
+        opened.take(np.empty(0, np.int64), recipe.columns)  # an unknown column fails here
+        if filter is not None:
+            opened.check_filter(filter)
+        if filter is None:
+            SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
+        self._config = StreamConfig(
+            stream_id=uuid.uuid4().hex[:12],
+            recipe=recipe,
+            identity=opened.identity,
+            order=spec,
+            global_batch_size=global_batch_size,
+            drop_last=drop_last,
+            seed_given=shuffle_seed is not None,
+            pinned_version=version,
+            prefetch=prefetch if prefetch is not None else PrefetchConfig(),
+            resume_states=_resume_states(resume_from, on_missing_state),
+            on_missing_state=on_missing_state,
+            allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
+        )
+        self._run_stream: Any = None
+
+    @property
+    def config(self) -> StreamConfig:
+        """The validated settings."""
+        return self._config
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Schema of the table version the stream is pinned to, before columns and transform."""
+        return self._config.recipe.table.open(self._config.identity.version).schema
+
+    def __repr__(self) -> str:
+        config = self._config
+        return (
+            f"LanceStream({config.recipe.table}, version {config.identity.version}, "
+            f"num_splits={config.order.num_splits}, global_batch_size={config.global_batch_size})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A session belongs to the process that started it; whoever gets a copy of the recipe starts its own.
+        return self.__dict__ | {"_run_stream": None}
+
+    def open(self, *, rank: int = 0, world_size: int = 1, name: str = "train") -> StreamShard:
+        """Opens one replica's shard outside Ray Train.
+
+        With prefetchers if this process is connected to Ray, else in this process. Close the shard, or use
+        it as a context manager.
+
+        Args:
+            rank: This replica's index in the data-parallel group.
+            world_size: Number of replicas, 1 to ``num_splits``.
+            name: The stream's name, under which ``resume_from`` is searched.
+
+        Raises:
+            ConfigError: More replicas than splits, a rank out of range.
+            PlacementError: No prefetcher could be placed.
+        """
+        seat = Seat(
+            name=name, replica=Replica(dp_rank=rank, dp_size=world_size), world_rank=rank, world_size=world_size
+        )
+        import ray
+
+        if not ray.is_initialized():
+            return StreamShard(self._config, seat, LocalLink())
+        from ray_lance_stream.cluster.session import RayLink, start_session
+
+        seat.replica.owned_splits(self._config.order.num_splits)
+        session = start_session(self._config)
+        try:
+            incarnation = session.begin()
+        except BaseException:
+            session.kill()
+            raise
+        return StreamShard(
+            self._config, dataclasses.replace(seat, incarnation=incarnation), RayLink(session, owned=True)
+        )
+
+    def __call__(self) -> Any:
+        """Called by Ray Train: in its controller at every start of the worker group, or in local mode."""
+        from ray_lance_stream.train import run_stream
+
+        self._run_stream = run_stream(self._config, self._run_stream)
+        return self._run_stream
+
+    def close(self) -> None:
+        """Ends everything this stream started on the cluster this process is connected to, at once."""
+        from ray_lance_stream.cluster.session import end_sessions
+
+        self._run_stream = None
+        end_sessions(self._config.stream_id)
+
+    def __enter__(self) -> LanceStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _column_names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    if columns is None:
+        return None
+    names = tuple(columns)
+    if isinstance(columns, str) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            explain("columns is not valid", found=repr(columns), expected="a list of column names", remedy="pass one")
+        )
+    return names
+
+
+def _transform(function: Callable[..., Any] | None) -> Transform | None:
+    if function is None:
+        return None
+    from ray import cloudpickle
+
+    transform = Transform(function)
+    transform.validate_picklable(cloudpickle.dumps)
+    return transform
+
+
+def _resume_states(resume_from: object, on_missing_state: str) -> Streams | None:
+    """Reads ``resume_from`` on the driver, so that a bad one fails here and workers need no access to it."""
+    if resume_from is None:
+        return None
+    if isinstance(resume_from, Mapping):
+        return _AnyName({"": StreamState.from_dict(resume_from)})
+    if isinstance(resume_from, (str, Path)):
+        filesystem, path = locate(resume_from)
+    elif hasattr(resume_from, "filesystem") and hasattr(resume_from, "path"):
+        filesystem, path = resume_from.filesystem, str(resume_from.path)
+    else:
+        raise StateError(
+            explain(
+                "resume_from is not a state",
+                found=f"a {type(resume_from).__name__}",
+                expected="a checkpoint's path or URI, a ray.train.Checkpoint, or a state dict",
+                remedy="pass one of these",
+            )
+        )
+    states = read_streams(filesystem, path)
+    if states is None:
+        if on_missing_state == "restart":
+            logger.warning("%s holds no stream state; starting from the beginning", path)
+            return None
+        raise MissingStateError(
+            explain(
+                f"there is no stream state in {path}",
+                found="no lance_stream.json",
+                expected="a checkpoint written by ray_lance_stream.report() or with save_state()",
+                remedy="pass such a checkpoint, or on_missing_state='restart'",
+            )
+        )
+    return states
+
+
+class _AnyName(dict[str, StreamState]):
+    """A single state that fits a stream of any name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __getitem__(self, name: str) -> StreamState:
+        return super().__getitem__("")

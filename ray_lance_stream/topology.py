@@ -1,0 +1,185 @@
+"""Who gets which part of which step: ownership, steps, micro-batches. Numbers in, numbers out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.plan import require_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One member of the data-parallel group.
+
+    Usually a training worker; with tensor or pipeline parallelism several workers are one replica.
+    """
+
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_int("dp_size", self.dp_size, minimum=1, remedy="pass the number of replicas")
+        require_int("dp_rank", self.dp_rank, minimum=0, maximum=self.dp_size - 1, remedy="pass this replica's index")
+
+    def owned_splits(self, num_splits: int) -> range:
+        """Returns the splits this replica owns: [r*S//R, (r+1)*S//R), any R from 1 to S."""
+        if self.dp_size > num_splits:
+            raise ConfigError(
+                explain(
+                    "there are more replicas than splits",
+                    found=f"{self.dp_size} replicas for num_splits={num_splits}",
+                    expected=f"1 to {num_splits} replicas",
+                    remedy=f"pass num_splits of at least {self.dp_size}, or train on at most {num_splits} replicas",
+                )
+            )
+        return range(self.dp_rank * num_splits // self.dp_size, (self.dp_rank + 1) * num_splits // self.dp_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A training worker's place in a run.
+
+    Attributes:
+        name: The stream's name in the run, the key of ``datasets``.
+        replica: The data-parallel group member this worker is, or is a part of.
+        world_rank: The worker's rank among all workers.
+        world_size: Number of workers.
+        incarnation: Which start of the worker group this is; later ones are larger.
+    """
+
+    name: str = "train"
+    replica: Replica = field(default_factory=Replica)
+    world_rank: int = 0
+    world_size: int = 1
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The steps of one epoch: step k is cycles [k*q, (k+1)*q), q = global_batch_size / num_splits.
+
+    The last step is short when q does not divide the number of cycles, unless ``drop_last``.
+    """
+
+    num_splits: int
+    rows_per_split: int
+    global_batch_size: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("global_batch_size", self.global_batch_size, minimum=1, remedy="pass a multiple of num_splits")
+        if self.global_batch_size % self.num_splits:
+            below = self.global_batch_size // self.num_splits * self.num_splits
+            nearest = [size for size in (below, below + self.num_splits) if size > 0]
+            raise ConfigError(
+                explain(
+                    "global_batch_size is not a multiple of num_splits",
+                    found=f"global_batch_size={self.global_batch_size}, num_splits={self.num_splits}",
+                    expected="whole cycles, one row of every split each",
+                    remedy=f"pass {' or '.join(map(str, nearest))}",
+                )
+            )
+
+    @property
+    def cycles_per_step(self) -> int:
+        """q, the number of cycles in a full step."""
+        return self.global_batch_size // self.num_splits
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in an epoch, the short last one included unless it is dropped."""
+        if self.drop_last:
+            return self.rows_per_split // self.cycles_per_step
+        return -(-self.rows_per_split // self.cycles_per_step)
+
+    @property
+    def end_cycle(self) -> int:
+        """The cycle at which the epoch ends: L, or the last whole step's end with ``drop_last``."""
+        return min(self.rows_per_split, self.num_steps * self.cycles_per_step)
+
+    def step_of(self, cycle: int) -> int:
+        """Returns the step a cycle belongs to."""
+        return cycle // self.cycles_per_step
+
+    def cycles(self, step: int) -> range:
+        """Returns the cycles of a step."""
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of an epoch of {self.num_steps} steps")
+        return range(step * self.cycles_per_step, min((step + 1) * self.cycles_per_step, self.end_cycle))
+
+    def rest_of_step(self, cycle: int) -> range:
+        """Returns the cycles from ``cycle`` to the end of its step: a whole step at a step's start."""
+        return range(cycle, self.cycles(self.step_of(cycle)).stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShare:
+    """One replica's part of one step, cut into micro-batches.
+
+    All replicas cut the same step into the same number of micro-batches, however many rows they own.
+
+    Attributes:
+        replica: Whose share it is.
+        num_splits: S.
+        num_cycles: Cycles of the step.
+        micro_batch_size: Most rows of a micro-batch, or None for one micro-batch.
+    """
+
+    replica: Replica
+    num_splits: int
+    num_cycles: int
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.replica.owned_splits(self.num_splits)  # refuses more replicas than splits
+        if self.micro_batch_size is None:
+            return
+        require_int("micro_batch_size", self.micro_batch_size, minimum=1, remedy="pass None for whole shares")
+        if self.num_micro_batches > self.smallest_share:
+            raise ConfigError(
+                explain(
+                    "micro_batch_size is too small for the splits a replica owns: some would get no row",
+                    found=f"micro_batch_size={self.micro_batch_size} for {self.replica.dp_size} replicas that own "
+                    f"{self.smallest_share} to {self.largest_share} rows of a step of {self.num_cycles} cycle(s)",
+                    expected="at least one row in each micro-batch of each replica",
+                    remedy=f"pass micro_batch_size={-(-self.largest_share // self.smallest_share)} or more",
+                )
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step that this replica gets."""
+        return self.num_cycles * len(self.replica.owned_splits(self.num_splits))
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of the step on all replicas."""
+        return self.num_cycles * self.num_splits
+
+    @property
+    def largest_share(self) -> int:
+        """Rows of the replica that gets most."""
+        return self.num_cycles * -(-self.num_splits // self.replica.dp_size)
+
+    @property
+    def smallest_share(self) -> int:
+        """Rows of the replica that gets least."""
+        return self.num_cycles * (self.num_splits // self.replica.dp_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step, the same on every replica."""
+        return 1 if self.micro_batch_size is None else -(-self.largest_share // self.micro_batch_size)
+
+    def micro_batch(self, index: int) -> range:
+        """Returns the rows, counted within this replica's share, of one micro-batch."""
+        count = self.num_micro_batches
+        return range(index * self.rows // count, (index + 1) * self.rows // count)
+
+    def loss_scale(self, rows: int) -> float:
+        """Returns R * rows / rows of the step: the weight of a mean over ``rows`` rows of this replica.
+
+        Summed over the micro-batches and averaged over the replicas it makes the mean over the step.
+        """
+        return self.replica.dp_size * rows / self.step_rows
