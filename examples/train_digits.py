@@ -15,11 +15,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon Train takes in a report
 
 import lancedb
 import numpy as np
@@ -27,11 +30,11 @@ import pyarrow as pa
 import ray
 import ray.train.torch
 import torch
-from ray.experimental import tqdm_ray
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from sklearn.datasets import load_digits
 from torch import nn
+from tqdm import tqdm
 
 from ray_lance_stream import LanceStream, StreamDataConfig, TransformContext, report
 
@@ -47,9 +50,9 @@ def write_table(uri: str, name: str) -> None:
 
 def augment(batch: pa.RecordBatch, ctx: TransformContext) -> dict[str, Any]:
     """Shifts each image by up to one pixel; the same shift at every retry, resume and number of workers."""
-    images = batch["image"].flatten().to_numpy().reshape(-1, 8, 8).copy()
-    for row, generator in enumerate(ctx.generators()):
-        images[row] = np.roll(images[row], tuple(generator.integers(-1, 2, size=2)), axis=(0, 1))
+    padded = np.pad(batch["image"].flatten().to_numpy().reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)))
+    shifts = [generator.integers(0, 3, size=2) for generator in ctx.generators()]
+    images = np.stack([image[y : y + 8, x : x + 8] for image, (y, x) in zip(padded, shifts, strict=True)])
     return {"id": batch["id"], "image": images[:, None], "label": batch["label"]}
 
 
@@ -67,16 +70,13 @@ def train_loop(config: dict[str, Any]) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     net = build_model()
     model = ray.train.torch.prepare_model(net)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters())
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as directory:
             saved = torch.load(f"{directory}/model.pt", weights_only=True)
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     total = config["epochs"] * len(shard)
-    bar = tqdm_ray.tqdm(desc=f"{world} workers", total=total, position=0) if rank == 0 else None
-    if bar:
-        bar.update(shard.epoch * len(shard) + shard.step)
     seen: list[int] = []
     with open(f"{config['log_dir']}/{time.time_ns()}-{rank}.jsonl", "w") as log:
         for epoch in range(shard.epoch, config["epochs"]):
@@ -87,14 +87,14 @@ def train_loop(config: dict[str, Any]) -> None:
                 seen += batch["id"].tolist()
                 if not shard.is_step_end:
                     continue
+                for group in optimizer.param_groups:
+                    group["lr"] = 3e-3 * (1 - (epoch * len(shard) + shard.step - 1) / total)
                 optimizer.step()
                 optimizer.zero_grad()
                 splits = len(shard.replica.owned_splits(config["num_splits"]))
                 entry = {"at": [epoch, shard.step], "rank": rank, "world": world, "splits": splits, "ids": seen}
                 print(json.dumps(entry), file=log, flush=True)
                 seen = []
-                if bar:
-                    bar.update(1)
                 if config["fail_at"] == [epoch, shard.step] and rank == world - 1:
                     os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
                 if shard.step % config["checkpoint_every"] == 0:
@@ -102,8 +102,6 @@ def train_loop(config: dict[str, Any]) -> None:
     stats = shard.stats()
     metrics = {"wait_share": stats.wait_share, "samples_per_s": world * stats.rows / (stats.wait_s + stats.train_s)}
     save(net, optimizer, metrics, rank)
-    if bar:
-        bar.close()
 
 
 def save(net: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, Any], rank: int) -> None:
@@ -113,6 +111,29 @@ def save(net: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, An
             torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, f"{directory}/model.pt")
             checkpoint = Checkpoint.from_directory(directory)
         report(metrics, checkpoint)
+
+
+@contextmanager
+def progress_bar(stream: LanceStream, steps_per_epoch: int, epochs: int) -> Iterator[None]:
+    """Shows where the run stands, asked of its state manager; silent where the output is no terminal."""
+    done = threading.Event()
+
+    def show() -> None:
+        with tqdm(total=epochs * steps_per_epoch, unit="step", disable=None) as bar:
+            while not done.wait(0.5):
+                for run in stream.where():
+                    epoch, step = run.epoch_and_step
+                    bar.set_description(f"epoch {epoch}, {run.world_size} workers")
+                    bar.n = epoch * steps_per_epoch + step
+                    bar.refresh()
+
+    thread = threading.Thread(target=show)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def logged_batches(log_dir: Path) -> tuple[dict[tuple[int, int], list[int]], list[int], int]:
@@ -167,7 +188,7 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps")
+    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--address", default="local", help="Ray cluster; by default one on this machine")
     parser.add_argument("--output", type=Path, default=Path("output/digits"))
     args = parser.parse_args()
@@ -177,8 +198,6 @@ def main() -> None:
     uri = args.uri or str(output / "db")
 
     began = time.perf_counter()
-    # Reserved for trainers: a CPU each. Prefetchers reserve none by default.
-    ray.init(address=args.address, **({"num_cpus": max(args.workers)} if args.address == "local" else {}))
     write_table(uri, args.table)
     stream = LanceStream(
         uri,
@@ -209,7 +228,11 @@ def main() -> None:
             run_config=RunConfig(name="digits", storage_path=str(output / "runs")),
         ).fit()
 
-    with stream:
+    reference = dict(reference_batches(stream, args.epochs))
+    # A CPU for each trainer; prefetchers reserve none by default.
+    local = {"num_cpus": max(args.workers), "log_to_driver": False} if args.address == "local" else {}
+    ray.init(address=args.address, **local)
+    with stream, progress_bar(stream, len(reference) // args.epochs, args.epochs):
         try:
             fit(args.workers[0], fail_at=[args.epochs // 3, args.checkpoint_every + 5])
         except ray.train.TrainingFailedError as error:
@@ -218,7 +241,6 @@ def main() -> None:
     ray.shutdown()
 
     batches, worlds, replayed = logged_batches(output / "ids")
-    reference = dict(reference_batches(stream, args.epochs))
     equal = batches == reference
     score = accuracy(uri, args.table, result.checkpoint)
     print(f"\nworld sizes          {' -> '.join(map(str, worlds))}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.state import merge_state_dicts
-    from ray_lance_stream.stats import ShardStats
+    from ray_lance_stream.stats import RunProgress, ShardStats
     from ray_lance_stream.stream import LanceStream
     from ray_lance_stream.train import StreamDataConfig, report, save_state
     from ray_lance_stream.transform import TransformContext
@@ -43,6 +43,7 @@ _HOME = {
     "MissingStateError": "errors",
     "PlacementError": "errors",
     "PrefetchConfig": "config",
+    "RunProgress": "stats",
     "ShardStats": "stats",
     "StaleIncarnationError": "errors",
     "StateError": "errors",
@@ -67,6 +68,7 @@ __all__ = [
     "MissingStateError",
     "PlacementError",
     "PrefetchConfig",
+    "RunProgress",
     "ShardStats",
     "StaleIncarnationError",
     "StateError",

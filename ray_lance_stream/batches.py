@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -150,17 +151,15 @@ class BatchIterator(Iterator[T]):
     def __init__(self, shard: StreamShard, batches: Generator[T, None, None]) -> None:
         self._shard = shard
         self._batches = batches
-        self._superseded = False
+        self._ended: str | None = None  # why
         self._returned_at: float | None = None
-        current = shard._iterating() if shard._iterating is not None else None
-        if current is not None:
-            current.close()
+        shard._end_iteration("a newer iteration of this shard has taken over; use that one")
         # Weak: when the loop is left, nothing else must keep the iterator and its thread.
         shard._iterating = weakref.ref(self)
 
     def __next__(self) -> T:
-        if self._superseded:
-            raise StreamClosedError("a newer iteration of this shard has taken over; use that one")
+        if self._ended is not None:
+            raise StreamClosedError(self._ended)
         shard, began = self._shard, time.perf_counter()
         if self._returned_at is not None:
             shard._train_s += began - self._returned_at
@@ -170,7 +169,8 @@ class BatchIterator(Iterator[T]):
             self._returned_at = time.perf_counter()
             shard._wait_s += self._returned_at - began
 
-    def close(self) -> None:
-        """Ends this iteration; the shard stays where it is."""
-        self._superseded = True
-        self._batches.close()
+    def close(self, why: str) -> None:
+        """Ends this iteration and its thread; the shard stays where it is."""
+        self._ended = why
+        with contextlib.suppress(ValueError):  # another thread is in it: the closed reader ends it there
+            self._batches.close()

@@ -15,12 +15,13 @@ from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 
+from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import StateMismatchError, TransformError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.table import PinnedTable, TableRef
-from ray_lance_stream.transform import Transform, TransformContext, cast_to
+from ray_lance_stream.transform import Transform, TransformContext
 
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
@@ -122,8 +123,12 @@ class BlockBuilder:
         stats = BuildStats(rows=block.num_rows, num_bytes=block.nbytes, take_s=taken - began, transform_s=done - taken)
         return block, stats
 
+    def open_table(self, version: int) -> PinnedTable:
+        """Opens a version of the table, or finds it open."""
+        return self._tables.get(version, lambda: self._recipe.table.open(version))
+
     def _table(self, spec: PlanSpec) -> PinnedTable:
-        table = self._tables.get(spec.table.version, lambda: self._recipe.table.open(spec.table.version))
+        table = self.open_table(spec.table.version)
         if table.identity != spec.table:
             raise StateMismatchError(
                 explain(

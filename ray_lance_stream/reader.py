@@ -79,7 +79,8 @@ class BlockReader:
         self._blocks: deque[_Block] = deque()
         self._next_cycle = start_cycle  # first cycle not yet asked for
         self._bytes_per_cycle = handle.bytes_per_row * len(owned_splits)
-        self._next_bytes = float(min(_FIRST_BLOCK_BYTES, read_ahead.block_bytes))
+        self._largest_bytes = min(float(read_ahead.block_bytes), max(1.0, read_ahead.max_bytes / 3))
+        self._next_bytes = min(float(_FIRST_BLOCK_BYTES), self._largest_bytes)
         self._closed = False
         self.interrupted = threading.Event()  # set: the read under way raises StreamClosedError
         self.wait_s = 0.0
@@ -140,6 +141,7 @@ class BlockReader:
                 )
             )
             self._next_cycle = stop
+            self._next_bytes = min(self._next_bytes * _GROWTH, self._largest_bytes)
 
     def _check_open(self) -> None:
         if self._closed:  # by another thread
@@ -147,10 +149,7 @@ class BlockReader:
 
     def _block_cycles(self) -> int:
         """Cycles of the next block: growing, and whole steps where a step is smaller than a block."""
-        limit = min(float(self._read_ahead.block_bytes), max(1.0, self._read_ahead.max_bytes / 3))
-        size = min(self._next_bytes, limit)
-        self._next_bytes = min(size * _GROWTH, limit)
-        cycles = max(1, int(size / self._bytes_per_cycle))
+        cycles = max(1, int(self._next_bytes / self._bytes_per_cycle))
         q = self._cycles_per_step
         if cycles >= q:
             # End where a step ends, so that no batch straddles two blocks.

@@ -159,6 +159,7 @@ class StreamShard:
             StateMismatchError: It belongs to other data; the message names the field and the remedy.
         """
         loaded = StreamState.from_dict(state)
+        self._end_iteration("load_state_dict moved the shard; iterate anew")
         with self._lock:
             self._open(restore=False)
             self._drop_reader()
@@ -228,6 +229,7 @@ class StreamShard:
 
     def close(self) -> None:
         """Ends the iteration under way, if any, and gives up everything the shard holds. May be repeated."""
+        self._end_iteration(f"{self!r} is closed; open the stream again")
         with self._lock:
             if self._closed:
                 return
@@ -248,6 +250,12 @@ class StreamShard:
         if self._source is not None:
             raise TypeError("a StreamShard that is in use cannot be pickled; send the LanceStream instead")
         return StreamShard, (self._config, self._seat, self._link)
+
+    def _end_iteration(self, why: str) -> None:
+        # Not under the lock: it joins the thread that makes batches, and a collate_fn may ask the shard something.
+        current = self._iterating() if self._iterating is not None else None
+        if current is not None:
+            current.close(why)
 
     def _drop_reader(self) -> None:
         if self._reader is not None:

@@ -1,7 +1,8 @@
-"""What a shard measures about itself."""
+"""What a stream tells about itself."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -30,3 +31,23 @@ class ShardStats:
         """Part of the loop's time spent waiting for data, 0 to 1. Above a few percent: add prefetchers."""
         total = self.wait_s + self.train_s
         return self.wait_s / total if total else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """Where one run of a stream stands, as its state manager was last told.
+
+    Attributes:
+        name: The stream's name in the run; empty until a worker has been handed a batch.
+        world_size: Training workers of the present worker group; 0 until one has.
+        ranks: (epoch, step) by world rank: the step each worker was last handed, counted from 1.
+    """
+
+    name: str
+    world_size: int
+    ranks: Mapping[int, tuple[int, int]]
+
+    @property
+    def epoch_and_step(self) -> tuple[int, int]:
+        """Where the slowest worker stands; (0, 0) before the first batch."""
+        return min(self.ranks.values(), default=(0, 0))

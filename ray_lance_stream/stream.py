@@ -21,6 +21,7 @@ from ray_lance_stream.link import LocalLink
 from ray_lance_stream.plan import OrderSpec, SplitLayout, require_int
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.table import TableRef
 from ray_lance_stream.topology import Replica, Seat, StepPlan
 from ray_lance_stream.transform import Transform
@@ -118,7 +119,7 @@ class LanceStream:
         opened = ref.open(version)
         opened.take(np.empty(0, np.int64), recipe.columns)  # an unknown column fails here
         if filter is not None:
-            opened.check_filter(filter)
+            opened.matching_rows(filter)
         if filter is None:
             SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
         self._config = StreamConfig(
@@ -189,9 +190,9 @@ class LanceStream:
         except BaseException:
             session.kill()
             raise
-        return StreamShard(
-            self._config, dataclasses.replace(seat, incarnation=incarnation), RayLink(session, owned=True)
-        )
+        link = RayLink(session, owned=True)
+        link.hold()
+        return StreamShard(self._config, dataclasses.replace(seat, incarnation=incarnation), link)
 
     def __call__(self) -> Any:
         """Called by Ray Train: in its controller at every start of the worker group, or in local mode."""
@@ -199,6 +200,15 @@ class LanceStream:
 
         self._run_stream = run_stream(self._config, self._run_stream)
         return self._run_stream
+
+    def where(self, timeout_s: float = 5.0) -> list[RunProgress]:
+        """Returns where the runs of this stream stand, on the cluster this process is connected to.
+
+        Callable on the driver while ``fit()`` runs in another thread; asks the runs' state managers.
+        """
+        from ray_lance_stream.cluster.session import progress_of
+
+        return progress_of(self._config.stream_id, timeout_s)
 
     def close(self) -> None:
         """Ends everything this stream started on the cluster this process is connected to, at once."""

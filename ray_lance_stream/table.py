@@ -233,7 +233,9 @@ class PinnedTable:
             numbers = self._row_numbers()
             found = [np.empty(0, np.int64)]
             try:
-                scanner = self._dataset.scanner(columns=[], filter=filter, with_row_address=True, scan_in_order=True)
+                scanner = self._dataset.scanner(
+                    columns=[], filter=filter, with_row_address=True, scan_in_order=True
+                )
                 for batch in scanner.to_batches():
                     found.append(numbers.from_addresses(batch.column("_rowaddr").to_numpy()))
             except ValueError as error:
@@ -294,7 +296,7 @@ class PinnedTable:
         elif self._dataset.has_stable_row_ids:
             table = self._take_by_fragment(rows, paths)
         else:
-            # `take` counts deleted rows anew for every row number: measured 50 to 500 times slower.
+            # Public `take` counts deleted rows anew for every row number: measured 50 to 500 times slower.
             table = self._dataset._take_rows(self._row_numbers().to_addresses(rows).tolist(), columns=paths)
         if not any("." in path for path in paths):
             return table
@@ -308,14 +310,16 @@ class PinnedTable:
     def _take_with_blobs(self, rows: NDArray[np.int64], paths: list[str]) -> pa.Table:
         """Reads all columns in one scan of just these rows: the one way that gives blobs as Arrow data."""
         ids = self._row_numbers().to_addresses(rows)
-        if self._dataset.has_stable_row_ids:
+        if self._dataset.has_stable_row_ids:  # the public way, slow if rows were deleted
             ids = self._dataset.take(rows.tolist(), columns=["_rowid"]).column(0).to_numpy()
         allowed = serialize_row_addrs(ids.tolist())
         scanner = self._scanner(columns=paths, row_addr_allowlist=allowed, with_row_address=True)
         table: pa.Table = scanner.to_table()
         found = self._row_numbers().from_addresses(table.column("_rowaddr").to_numpy())
         if not np.array_equal(found, rows):
-            raise LanceStreamError(f"Lance did not read the {len(rows)} rows asked for, in order, from {self!r}")
+            raise LanceStreamError(
+                f"Lance did not read the {len(rows)} rows asked for, in order, from {self!r}"
+            )
         return table.drop_columns("_rowaddr").combine_chunks()
 
     def _take_by_fragment(self, rows: NDArray[np.int64], paths: list[str]) -> pa.Table:
@@ -324,7 +328,9 @@ class PinnedTable:
         cuts = np.searchsorted(rows, starts)
         shares = [
             (fragment, (rows[begin:end] - start).tolist())
-            for fragment, start, begin, end in zip(self._dataset.get_fragments(), starts, cuts, cuts[1:], strict=False)
+            for fragment, start, begin, end in zip(
+                self._dataset.get_fragments(), starts, cuts, cuts[1:], strict=False
+            )
             if end > begin
         ]
         with ThreadPoolExecutor(min(len(shares), _FRAGMENT_READERS)) as pool:
@@ -349,7 +355,9 @@ class PinnedTable:
         if fragments:
             # A scan with deleted rows gives them a null row id. It reads no column, so it costs about 20 ns a
             # row, and does not depend on how Lance stores deletions.
-            scanner = self._scanner(columns=[], with_row_id=True, include_deleted_rows=True, fragments=fragments)
+            scanner = self._scanner(
+                columns=[], with_row_id=True, include_deleted_rows=True, fragments=fragments
+            )
             for batch in scanner.to_batches():
                 found.append(np.flatnonzero(batch.column("_rowid").is_null()).astype(np.int64) + position)
                 position += batch.num_rows

@@ -254,6 +254,8 @@ def test_device_and_pinning_without_cuda() -> None:
     assert tensors["image"].device.type == "meta" and tensors["tokens"][0].device.type == "meta"
     tensors = collate.to_torch([BLOCK.slice(1, 3)], device=torch.device("cpu"), pin_memory=True)
     assert tensors["flag"].shape == (3,)
+    with torch.device("meta"):
+        assert collate.to_torch([BLOCK])["image"].device.type == "cpu"  # type: ignore[union-attr]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from typing import Any
 
@@ -31,7 +32,7 @@ class Coordinator:
     An async actor: its methods run on one event loop, so its fields need no lock.
     """
 
-    def __init__(self, session_id: str, recipe: Parcel, config: PrefetchConfig) -> None:
+    def __init__(self, session_id: str, recipe: Parcel, version: int, config: PrefetchConfig) -> None:
         self._session_id = session_id
         self._config = config
         self._leases = Leases(config.idle_timeout_s)
@@ -43,10 +44,10 @@ class Coordinator:
         actor = remote(concurrency_groups=CONCURRENCY_GROUPS, max_restarts=-1, max_task_retries=0)(Prefetcher)
         # The pool is owned by this actor: it cannot outlive it.
         self._pool = [
-            actor.options(**options).remote(recipe, f"{session_id}/{index}")
+            actor.options(**options).remote(recipe, version, f"{session_id}/{index}")
             for index, options in enumerate(actor_options(config, cluster_nodes()))
         ]
-        self._ready: dict[int, str] = {}
+        self._ready: set[int] = set()
         self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -60,6 +61,10 @@ class Coordinator:
         """Gives a lease back."""
         self._leases.release(holder)
 
+    async def pid(self) -> int:
+        """Returns the process id on the coordinator's node."""
+        return os.getpid()
+
     async def begin(self, incarnation: int) -> None:
         """Fences off older incarnations on every prefetcher, and waits for the first one to be there.
 
@@ -67,19 +72,21 @@ class Coordinator:
             PlacementError: None could be placed within ``placement_timeout_s``.
         """
         self._incarnation = max(self._incarnation, incarnation)
-        await self._await_first()
-        fenced = [self._pool[index].fence.remote(self._incarnation) for index in self._ready]
-        # A prefetcher that is just being restarted has no old requests to drop.
-        await asyncio.gather(*fenced, return_exceptions=True)
+        with self._leases.busy():
+            await self._await_first()
+            fenced = [self._pool[index].fence.remote(self._incarnation) for index in self._ready]
+            # A prefetcher that is just being restarted has no old requests to drop.
+            await asyncio.gather(*fenced, return_exceptions=True)
 
     async def pool(self) -> list[Any]:
         """Returns the handles of the prefetchers that have started; at least one."""
         await self._await_first()
         return [self._pool[index] for index in sorted(self._ready)]
 
-    async def nodes(self) -> dict[int, str]:
-        """Returns the node id of each prefetcher that has started, by index."""
-        return dict(self._ready)
+    async def prefetchers(self) -> list[tuple[str, int]]:
+        """Returns (node id, process id) of each prefetcher that answers now."""
+        answers = await asyncio.gather(*(p.ready.remote() for p in await self.pool()), return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def ensure(self, spec: PlanSpec, renew: bool = False) -> PlanHandle:
         """Opens a plan, or finds it open: built at most once at a time, safe to repeat.
@@ -95,7 +102,8 @@ class Coordinator:
             self._plans[key] = task
             for old in list(self._plans)[:-4]:
                 del self._plans[old]
-        return await asyncio.shield(task)
+        with self._leases.busy():
+            return await asyncio.shield(task)
 
     async def _open(self, spec: PlanSpec) -> PlanHandle:
         began = time.monotonic()
@@ -139,7 +147,8 @@ class Coordinator:
         async def one(index: int, prefetcher: Any) -> None:
             while index not in self._ready:
                 try:
-                    self._ready[index] = await prefetcher.ready.remote()
+                    await prefetcher.ready.remote()
+                    self._ready.add(index)
                     await prefetcher.fence.remote(self._incarnation)
                 except RayActorError:
                     await asyncio.sleep(_RETRY_PAUSE_S)

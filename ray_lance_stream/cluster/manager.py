@@ -12,6 +12,7 @@ from typing import Any
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.errors import LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
+from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
@@ -77,9 +78,12 @@ class StateManager:
         if self._admit(seat.incarnation):
             await self._note(seat, Standing(epoch, step, state))
 
-    async def where(self) -> dict[int, tuple[int, int]]:
-        """Returns the last known (epoch, step) of every world rank."""
-        return {rank: history[-1].at for rank, history in sorted(self._history.items())}
+    async def where(self) -> RunProgress:
+        """Returns where the run stands."""
+        ranks = {rank: history[-1].at for rank, history in sorted(self._history.items())}
+        names = {seat.name for seat in self._seats.values()}
+        world_size = max((seat.world_size for seat in self._seats.values()), default=0)
+        return RunProgress(name=min(names, default=""), world_size=world_size, ranks=ranks)
 
     async def commit(self, seat: Seat, number: int, epoch: int, step: int, state: StreamState) -> StreamState:
         """Waits for every worker's report of the same number, and returns the merged state.

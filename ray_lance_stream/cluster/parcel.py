@@ -25,7 +25,8 @@ class Parcel:
     @classmethod
     def pack(cls, value: object) -> Parcel:
         """Pickles a value; the calling process owns a large one."""
-        data = cloudpickle.dumps(value)
+        dumps: Any = cloudpickle.dumps  # untyped
+        data: bytes = dumps(value)
         return cls(data, []) if len(data) <= _INLINE_BYTES else cls(None, [ray.put(data)])
 
     def unpack(self) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from typing import Any
 
@@ -24,11 +26,15 @@ class Prefetcher:
 
     _name = "starting"  # Ray asks for the repr even when the constructor has failed
 
-    def __init__(self, recipe: Parcel, name: str) -> None:
+    def __init__(self, recipe: Parcel, version: int, name: str) -> None:
         from ray_lance_stream.block import BlockBuilder  # here: the coordinator, too, imports this module
 
         self._name = name
         self._builder = BlockBuilder(recipe.unpack())
+        # Ready means ready: Lance is loaded and the table open. What fails here fails again, and is then
+        # raised, when a plan is opened.
+        with contextlib.suppress(Exception):
+            self._builder.open_table(version)
         self._lock = threading.Lock()
         self._incarnation = 0
         self._built = {"blocks": 0, "rows": 0, "num_bytes": 0, "take_s": 0.0, "transform_s": 0.0, "dropped": 0}
@@ -37,9 +43,9 @@ class Prefetcher:
         return f"Prefetcher({self._name})"
 
     @ray.method(concurrency_group="control")
-    def ready(self) -> str:
-        """Returns the id of the node it runs on."""
-        return str(ray.get_runtime_context().get_node_id())
+    def ready(self) -> tuple[str, int]:
+        """Returns the id of the node it runs on, and its process id there."""
+        return str(ray.get_runtime_context().get_node_id()), os.getpid()
 
     @ray.method(concurrency_group="control")
     def fence(self, incarnation: int) -> None:

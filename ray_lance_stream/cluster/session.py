@@ -24,6 +24,7 @@ from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
@@ -49,15 +50,23 @@ class Session:
         """
         # Time makes ids grow without anybody having to remember the last one.
         incarnation = time.time_ns()
-        _call(self.coordinator.begin.remote(incarnation))
-        _call(self.manager.begin.remote(incarnation))
+        begun = [self.coordinator.begin.remote(incarnation), self.manager.begin.remote(incarnation)]
+        waiting = list(begun)
+        while waiting:  # placing prefetchers may take longer than actors live without a lease
+            self.renew("driver")
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=self.prefetch.idle_timeout_s / 4)
+        for call in begun:
+            _call(call)
         return incarnation
+
+    def renew(self, holder: str) -> list[ray.ObjectRef[None]]:
+        """Takes or renews a holder's lease on both actors. Does not wait."""
+        return [a.renew.options(max_task_retries=0).remote(holder) for a in (self.coordinator, self.manager)]
 
     def is_alive(self, timeout_s: float) -> bool:
         """Whether both actors answer within the timeout; renews their lives if so."""
-        calls = [actor.renew.options(max_task_retries=0).remote("driver") for actor in (self.coordinator, self.manager)]
         try:
-            ray.get(calls, timeout=timeout_s)
+            ray.get(self.renew("driver"), timeout=timeout_s)
         except RayError:
             return False
         return True
@@ -90,26 +99,44 @@ def start_session(config: StreamConfig) -> Session:
     coordinator = (
         remote(Coordinator)
         .options(**options, name=f"{session_id}.coordinator")
-        .remote(session_id, recipe, config.prefetch)
+        .remote(session_id, recipe, config.identity.version, config.prefetch)
     )
     manager = (
         remote(StateManager)
         .options(**options, name=f"{session_id}.manager")
         .remote(session_id, config.prefetch.idle_timeout_s)
     )
-    for actor in (coordinator, manager):
-        actor.renew.remote("driver")
-    return Session(session_id, coordinator, manager, config.prefetch, recipe)
+    session = Session(session_id, coordinator, manager, config.prefetch, recipe)
+    session.renew("driver")
+    return session
 
 
 def end_sessions(stream_id: str) -> None:
     """Ends every session of a stream on the cluster this process is connected to."""
+    for actor in _actors_of(stream_id, ""):
+        with contextlib.suppress(RayActorError):
+            ray.kill(actor, no_restart=True)
+
+
+def progress_of(stream_id: str, timeout_s: float) -> list[RunProgress]:
+    """Returns where every run of a stream stands; runs whose manager does not answer in time are left out."""
+    progress = []
+    for manager in _actors_of(stream_id, ".manager"):
+        with contextlib.suppress(RayError):
+            progress.append(ray.get(manager.where.options(max_task_retries=0).remote(), timeout=timeout_s))
+    return progress
+
+
+def _actors_of(stream_id: str, suffix: str) -> list[Any]:
     if not ray.is_initialized():
-        return
+        return []
+    found = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{stream_id}."):
-            with contextlib.suppress(ValueError, RayActorError):
-                ray.kill(ray.get_actor(entry["name"], namespace=NAMESPACE), no_restart=True)
+        name = entry["name"]
+        if entry["namespace"] == NAMESPACE and name.startswith(f"{stream_id}.") and name.endswith(suffix):
+            with contextlib.suppress(ValueError):  # it ended in between
+                found.append(ray.get_actor(name, namespace=NAMESPACE))
+    return found
 
 
 class RayLink:
@@ -126,6 +153,11 @@ class RayLink:
         self._stop = threading.Event()
         self._holder = uuid.uuid4().hex
 
+    def hold(self) -> None:
+        """Takes a lease and renews it until the link is closed or dropped: from now on the actors are needed."""
+        _keep_alive(self.session, self._holder, self._stop)
+        weakref.finalize(self, self._stop.set)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_link, (type(self), self.session, self._owned)
 
@@ -133,8 +165,6 @@ class RayLink:
         """See ``Link``."""
         if not self.session.is_alive(config.prefetch.placement_timeout_s):
             raise StreamClosedError("the stream's actors have ended; open the stream again")
-        _keep_alive(self.session, self._holder, self._stop)
-        weakref.finalize(self, self._stop.set)  # a shard that is dropped without close() lets its lease lapse
         return RaySource(self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s)
 
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
@@ -161,7 +191,9 @@ class RayLink:
 
 
 def _rebuild_link(kind: type[RayLink], session: Session, owned: bool) -> RayLink:
-    return kind(session, owned=owned)
+    link = kind(session, owned=owned)
+    link.hold()  # this is the worker; it may be long before it asks for the first batch
+    return link
 
 
 def _keep_alive(session: Session, holder: str, stop: threading.Event) -> None:
@@ -169,8 +201,7 @@ def _keep_alive(session: Session, holder: str, stop: threading.Event) -> None:
 
     def renew() -> None:
         while not stop.is_set() and ray.is_initialized():
-            for actor in (session.coordinator, session.manager):
-                actor.renew.options(max_task_retries=0).remote(holder)
+            session.renew(holder)
             stop.wait(session.prefetch.idle_timeout_s / 4)
 
     threading.Thread(target=renew, name="lance-stream-lease", daemon=True).start()

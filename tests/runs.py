@@ -1,0 +1,129 @@
+"""Training loops and helpers shared by the tests that start Ray. Importable in workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import ray.train
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.data_parallel_trainer import DataParallelTrainer
+
+from ray_lance_stream import LanceStream, StreamDataConfig
+
+Batches = dict[tuple[int, int], list[int]]
+
+
+def fit(
+    loop: Callable[[dict[str, Any]], None],
+    datasets: dict[str, Any],
+    workers: int,
+    storage: Path,
+    *,
+    name: str = "run",
+    max_failures: int = 0,
+    dataset_config: Any = None,
+    **config: Any,
+) -> ray.train.Result:
+    """Fits a loop that needs no process group; ``config["log"]`` is where it logs."""
+    (storage / "log").mkdir(parents=True, exist_ok=True)
+    trainer = DataParallelTrainer(
+        loop,
+        train_loop_config={"log": str(storage / "log"), "name": name} | config,
+        datasets=datasets,
+        dataset_config=dataset_config if dataset_config is not None else StreamDataConfig(),
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(storage / "runs"),
+            failure_config=FailureConfig(max_failures=max_failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    return trainer.fit()
+
+
+class Log:
+    """One file per worker process: what it was handed, step by step."""
+
+    def __init__(self, config: dict[str, Any], shard: Any) -> None:
+        self.context = ray.train.get_context()
+        self.rank, self.world = self.context.get_world_rank(), self.context.get_world_size()
+        self._shard = shard
+        self._file = open(f"{config['log']}/{config['name']}-{time.time_ns()}-{self.rank}.jsonl", "w")  # noqa: SIM115
+        self._ids: list[int] = []
+
+    def batch(self, epoch: int, ids: Any) -> None:
+        """Notes a batch; at a step's end writes the step."""
+        self._ids += [int(i) for i in ids]
+        if self._shard.is_step_end:
+            splits = len(self._shard.replica.owned_splits(self._shard._config.order.num_splits))
+            self.event(at=[epoch, self._shard.step], rank=self.rank, world=self.world, splits=splits, ids=self._ids)
+            self._ids = []
+
+    def event(self, **entry: Any) -> None:
+        """Writes anything else a test wants to know."""
+        self._file.write(json.dumps(entry | {"pid": os.getpid()}) + "\n")
+        self._file.flush()
+
+
+def read_log(storage: Path, name: str = "run") -> list[dict[str, Any]]:
+    """Returns the entries of all workers of a run, oldest worker first."""
+    paths = sorted((storage / "log").glob(f"{name}-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def delivered(entries: list[dict[str, Any]]) -> Batches:
+    """Puts the workers' logs together: {(epoch, step): ids in canonical order}.
+
+    Steps that only a part of a killed group logged are left out; a step delivered twice must be the same.
+    """
+    groups: dict[tuple[int, int, int], dict[int, dict[str, Any]]] = {}
+    for entry in entries:
+        if "at" in entry:
+            groups.setdefault((*entry["at"], entry["world"]), {})[entry["rank"]] = entry
+    found: Batches = {}
+    for (epoch, step, world), ranks in sorted(groups.items()):
+        if len(ranks) == world:
+            parts = [np.array(ranks[rank]["ids"]).reshape(-1, ranks[rank]["splits"]) for rank in range(world)]
+            ids = np.concatenate(parts, axis=1).ravel().tolist()
+            assert found.setdefault((epoch, step), ids) == ids, f"epoch {epoch}, step {step} was delivered differently"
+    return found
+
+
+def reference(stream: LanceStream, epochs: int) -> Batches:
+    """What one uninterrupted reader in this process gets."""
+    from ray_lance_stream.link import LocalLink
+    from ray_lance_stream.shard import StreamShard
+    from ray_lance_stream.topology import Seat
+
+    with StreamShard(stream.config, Seat(), LocalLink()) as shard:
+        return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Polls a condition; fails the test if it does not come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def named_actors(stream: LanceStream) -> list[str]:
+    """Names of the stream's living actors."""
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    return [entry["name"] for entry in entries if entry["name"].startswith(stream.config.stream_id)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
