@@ -31,7 +31,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.layout import Layout, chunks_of, layouts_of, objects, ragged, view_of
+from ray_lance_stream.layout import Layout, chunks_of, items_of, layouts_of, objects_of, view_of
 
 if TYPE_CHECKING:
     import torch
@@ -74,11 +74,11 @@ def to_numpy(parts: Sequence[pa.Table], *, copy: bool = True) -> dict[str, NDArr
     for layout in layouts_of(parts):
         chunks = chunks_of(parts, layout)
         if layout.kind == "object":
-            batch[layout.name] = _object_array(objects(chunks))
+            batch[layout.name] = _object_array(objects_of(chunks))
         elif layout.kind == "fixed":
             batch[layout.name] = _array([view_of(chunk, layout) for chunk in chunks], layout, copy)
         else:
-            views, lengths, absent = ragged(chunks, layout)
+            views, lengths, absent = items_of(chunks, layout)
             items = _array(views, layout, copy)
             ends = np.cumsum([0, *lengths]).tolist()
             rows: list[Any] = [items[start:end] for start, end in pairwise(ends)]
@@ -197,11 +197,11 @@ def to_torch(
     for layout in layouts:
         chunks = chunks_of(parts, layout)
         if not layout.is_tensor:
-            batch[layout.name] = objects(chunks)
+            batch[layout.name] = objects_of(chunks)
         elif layout.kind == "fixed":
             batch[layout.name] = tensor([view_of(chunk, layout) for chunk in chunks], layout)
         else:
-            views, lengths, absent = ragged(chunks, layout)
+            views, lengths, absent = items_of(chunks, layout)
             rows: list[Any] = list(torch.split(tensor(views, layout), lengths)) if lengths else []
             for row in absent:
                 rows[row] = None

@@ -56,8 +56,8 @@ def to_table(output: Any, rows: int) -> pa.Table:
     """Returns what a transform returned for ``rows`` rows as a table of ``rows`` rows, without metadata.
 
     Args:
-        output: A table, record batch or data frame; a dict of columns; an array or a tensor, the column
-            ``value``; or an iterable of one dict or one value per row.
+        output: A table, record batch or data frame; a dict of columns; the one column ``value`` as an array
+            or a tensor; or an iterable of one dict or one value per row.
         rows: Rows of the batch the transform was called with.
 
     Raises:
@@ -160,8 +160,7 @@ def _stack(name: str, cells: list[Any]) -> pa.Array[Any]:
 def _from_ndarray(name: str, array: NDArray[Any], valid: NDArray[np.bool_] | None = None) -> pa.Array[Any]:
     """Returns (rows, *shape) as a column over the same memory; rows that are not ``valid`` are null."""
     if array.dtype.kind in "OSUV":
-        cells = [c if valid is None or valid[i] else None for i, c in enumerate(array.tolist())]
-        return _from_objects(name, cells)
+        return _from_objects(name, [c if valid is None or valid[i] else None for i, c in enumerate(array.tolist())])
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     try:
@@ -228,8 +227,7 @@ def _cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
             what = f"A block {verb} the column " + ", ".join(map(repr, sorted(names)))
             remedy = "return the same columns for every batch"
             raise _bad(what, table.column_names, f"the columns {schema.names}", remedy)
-    columns = [_cast_column(field, table.column(field.name)) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays([_cast_column(field, table.column(field.name)) for field in schema], schema=schema)
 
 
 def _cast_column(field: pa.Field[Any], column: pa.ChunkedArray[Any]) -> pa.ChunkedArray[Any]:

@@ -230,7 +230,7 @@ def _patch(flat: NDArray[Any], mask: NDArray[np.bool_], layout: Layout) -> NDArr
     return flat
 
 
-def _items(array: Any) -> tuple[Any, list[int], NDArray[np.bool_] | None]:
+def _chunk_items(array: Any) -> tuple[Any, list[int], NDArray[np.bool_] | None]:
     """Returns the items of a list chunk in one array, the number of items per row, the null rows if any."""
     if not len(array):  # its offsets may be missing
         return array.values.slice(0, 0), [], None
@@ -243,13 +243,13 @@ def _items(array: Any) -> tuple[Any, list[int], NDArray[np.bool_] | None]:
     return array.flatten(), lengths.tolist(), absent
 
 
-def ragged(chunks: Iterable[Any], layout: Layout) -> tuple[list[NDArray[Any]], list[int], list[int]]:
+def items_of(chunks: Iterable[Any], layout: Layout) -> tuple[list[NDArray[Any]], list[int], list[int]]:
     """Returns views of the items of list chunks, the number of items of each row, the indices of null rows."""
     views: list[NDArray[Any]] = []
     lengths: list[int] = []
     absent: list[int] = []
     for chunk in map(_storage, chunks):
-        values, sizes, nulls = _items(chunk)
+        values, sizes, nulls = _chunk_items(chunk)
         if nulls is not None:
             absent += (np.flatnonzero(nulls) + len(lengths)).tolist()
         views.append(view_of(values, layout))
@@ -257,7 +257,7 @@ def ragged(chunks: Iterable[Any], layout: Layout) -> tuple[list[NDArray[Any]], l
     return views, lengths, absent
 
 
-def objects(chunks: Iterable[Any]) -> list[Any]:
+def objects_of(chunks: Iterable[Any]) -> list[Any]:
     """Returns the rows of chunks as Python objects."""
     rows: list[Any] = []
     for chunk in map(_storage, chunks):

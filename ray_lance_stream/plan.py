@@ -80,13 +80,13 @@ class OrderSpec:
                 )
         if self.order not in ORDERS:
             raise ConfigError(
-                explain("order is unknown", found=repr(self.order), expected=f"one of {ORDERS}", remedy="pass one")
+                explain("order is unknown", found=shown(self.order), expected=f"one of {ORDERS}", remedy="pass one")
             )
         if self.plan_format != PLAN_FORMAT:
             raise ConfigError(
                 explain(
                     "plan format is unknown to this version of ray_lance_stream",
-                    found=self.plan_format,
+                    found=shown(self.plan_format),
                     expected=str(PLAN_FORMAT),
                     remedy="use the version of the package that wrote the state",
                 )

@@ -89,7 +89,8 @@ class BlockReader:
     @property
     def buffered_bytes(self) -> int:
         """Bytes of blocks that are here or asked for (those at their estimated size)."""
-        return int(sum(block.num_bytes for block in self._blocks))
+        # A copy, here and below: other threads may ask for this, or close, while one appends.
+        return 0 if self._closed else int(sum(block.num_bytes for block in list(self._blocks)))
 
     def read(self, rows: range) -> list[pa.Table]:
         """Returns rows of this replica, in canonical order, as consecutive zero-copy parts.
@@ -115,11 +116,10 @@ class BlockReader:
         self._ask_ahead(until=0)
 
     def close(self) -> None:
-        """Forgets all blocks and gives up those in flight. May be called from another thread."""
+        """Gives up the blocks in flight. May be called from another thread; the reader is of no use afterwards."""
         self._closed = True
         for block in list(self._blocks):
             block.future.cancel()
-        self._blocks.clear()
 
     def _ask_ahead(self, *, until: int) -> None:
         """Asks for blocks up to the budget, and in any case up to cycle ``until``."""
@@ -127,7 +127,7 @@ class BlockReader:
         while self._next_cycle < self._end_cycle:
             size = self._block_cycles()
             estimate = size * self._bytes_per_cycle
-            held = sum(block.num_bytes for block in self._blocks)
+            held = self.buffered_bytes
             if self._blocks and self._next_cycle >= until and held + estimate > self._read_ahead.max_bytes:
                 return
             start, stop = self._next_cycle, min(self._next_cycle + size, self._end_cycle)
@@ -159,7 +159,12 @@ class BlockReader:
 
     def _request(self, start: int, stop: int) -> Future[pa.Table]:
         ranges = Ranges(first_split=self._owned.start, num_splits=len(self._owned), start=start, stop=stop)
-        return self._source.request(self._handle, ranges)
+        self._check_open()
+        try:
+            return self._source.request(self._handle, ranges)
+        except Exception:
+            self._check_open()  # closed in this very moment, and the source with it
+            raise
 
     def _wait(self, wanted: _Block) -> pa.Table:
         began = time.perf_counter()

@@ -388,9 +388,10 @@ class StreamShard:
         steps, position = self._steps(), self._position
         options.check(steps, self.replica, position, drop_last=self._config.drop_last)  # time has passed
         position.micro_batch_size = options.micro_batch_size
-        if self._reader is None:
-            self._reader = self._new_reader(steps, options.prefetch_batches)
-        reader = self._reader
+        with self._lock:  # another thread may close the shard
+            if self._reader is None:
+                self._reader = self._new_reader(steps, options.prefetch_batches)
+            reader = self._reader
         reader.interrupted.clear()
         made = deliveries(reader, steps, self.replica, position, convert, options.micro_batch_size)
         items = prefetch(made, options.prefetch_batches, reader.interrupted.set)
@@ -431,6 +432,7 @@ class StreamShard:
         self._batches += 1
 
     def _finish_epoch(self) -> None:
-        self._drop_reader()
+        with self._lock:
+            self._drop_reader()
         self._position = Position(provenance=self._position.provenance, epoch=self._position.epoch + 1)
         self._link.announce(self._seat, 0, self._position.state())

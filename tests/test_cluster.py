@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,6 @@ def test_a_newer_incarnation_does_not_wait_for_old_requests(uri: str) -> None:
 
 class _Slow:
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        import time
-
         time.sleep(0.2)  # stands for work; the assertion is on counts
         return batch
 
@@ -154,11 +153,27 @@ def test_close_ends_everything_at_once(uri: str) -> None:
     stream = make_stream(uri)
     shard = stream.open()
     next(iter(shard.iter_batches()))
+    wait_until(lambda: len(prefetchers(session_of(shard))) == 2, 60, "both prefetchers are there")
     pids = [pid for _, pid in prefetchers(session_of(shard))]
-    assert len(pids) == 2 and named_actors(stream)
+    assert len(named_actors(stream)) == 2
     shard.close()
     wait_until(lambda: not named_actors(stream), 10, "no named actor")
     wait_until(lambda: not any(map(is_running, pids)), 10, "no prefetcher")
+
+
+def test_prefetchers_that_start_late_are_used(uri: str) -> None:
+    stream = make_stream(uri, prefetch=PrefetchConfig(block_bytes=500, max_buffer_bytes=2000))
+    with stream.open() as shard:
+        began = time.monotonic()
+        batches, seen = iter(shard.iter_batches(prefetch_batches=0)), []
+        seen.append(next(batches)["id"].tolist())
+        wait_until(lambda: len(prefetchers(session_of(shard))) == 2, 60, "both prefetchers are there")
+        for batch in batches:
+            seen.append(batch["id"].tolist())
+            wait_until(lambda: time.monotonic() - began > 0.1 * len(seen), 10, "a trainer's step has passed")
+        pool = ray.get(session_of(shard).coordinator.pool.remote())
+        assert all(ray.get(prefetcher.stats.remote())["blocks"] > 0 for prefetcher in pool)
+    assert seen == list(reference(stream, 1).values())
 
 
 def test_stream_close_ends_shards_left_open(uri: str) -> None:
@@ -181,8 +196,6 @@ def test_a_shard_in_use_keeps_its_actors_beyond_the_idle_timeout(uri: str) -> No
     with stream.open() as shard:
         batches = iter(shard.iter_batches())
         first = next(batches)
-        import time
-
         time.sleep(4)  # a long step of the trainer's
         rest = [batch["id"].tolist() for batch in batches]
     assert [first["id"].tolist(), *rest] == list(reference(stream, 1).values())

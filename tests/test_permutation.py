@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -166,7 +166,10 @@ def test_an_index_has_one_image_whatever_it_is_asked_with() -> None:
 @pytest.mark.parametrize("offset", [-1, None, 10**12])
 def test_out_of_range_index(n: int, offset: int | None) -> None:
     bad = np.array([0, n if offset is None else offset])
-    for call in (permutation(n, 0), permutation(n, 0).inverse, *(ClumpPermutation(n, c, keys_of(0)) for c in (1, 3))):
+    forward = permutation(n, 0)
+    calls: list[Callable[[IntArray], IntArray]] = [forward, forward.inverse]
+    calls += [ClumpPermutation(n, clump, keys_of(0)) for clump in (1, 3)]
+    for call in calls:
         with pytest.raises(IndexError, match=rf"of {n}$"):
             call(bad)
 
@@ -345,8 +348,8 @@ def test_clumps_of_large_tables(data: st.DataObject, n: int, clump: int, seed: i
 
 def test_random_access_into_a_table_of_a_trillion_rows() -> None:
     n = 10**12
-    index = np.random.default_rng(0).integers(0, n, 10**6)
-    for clump, index in ((1, index), (64, index[::10])):
+    everywhere = np.random.default_rng(0).integers(0, n, 10**6)
+    for clump, index in ((1, everywhere), (64, everywhere[::10])):
         rows = ClumpPermutation(n, clump, keys_of(9))(index)
         assert int(rows.min()) >= 0
         assert int(rows.max()) < n

@@ -385,9 +385,7 @@ def test_fragment_ids_that_do_not_ascend(tmp_path: Path) -> None:
     table = ref.open()
     truth = truth_of(table)
     assert_takes(table, truth, np.arange(table.num_rows)[::-1])
-    np.testing.assert_array_equal(
-        table.matching_rows("id % 5 = 0"), np.flatnonzero(truth["id"].to_numpy() % 5 == 0)
-    )
+    np.testing.assert_array_equal(table.matching_rows("id % 5 = 0"), np.flatnonzero(truth["id"].to_numpy() % 5 == 0))
 
 
 OPERATIONS = st.lists(
@@ -403,9 +401,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(operations=OPERATIONS, stable=st.booleans(), data=st.data())
-def test_row_numbers_equal_brute_force(
-    operations: list[tuple[str, int]], stable: bool, data: st.DataObject
-) -> None:
+def test_row_numbers_equal_brute_force(operations: list[tuple[str, int]], stable: bool, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root:
         ref = write(Path(root), rows_from(0, 25), max_rows_per_file=8, enable_stable_row_ids=stable)
         count = 25
@@ -443,9 +439,7 @@ def blob_table(kind: str) -> pa.Table:
     old = {"lance-encoding:blob": "true"}
     column: pa.Array[Any] = blob.blob_array(VALUES) if kind == "v2" else pa.array(VALUES, pa.large_binary())
     named = blob.blob_field("b") if kind == "v2" else pa.field("b", pa.large_binary(), metadata=old)
-    nested = pa.StructArray.from_arrays(
-        [column, pa.array(range(60))], fields=[named, pa.field("n", pa.int64())]
-    )
+    nested = pa.StructArray.from_arrays([column, pa.array(range(60))], fields=[named, pa.field("n", pa.int64())])
     fields = [pa.field("id", pa.int64()), named, pa.field("s", nested.type)]
     return pa.Table.from_arrays([pa.array(range(60)), column, nested], schema=pa.schema(fields))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -68,6 +69,10 @@ class StateManager:
     async def release(self, holder: str) -> None:
         """Gives a lease back."""
         self._leases.release(holder)
+
+    async def pid(self) -> int:
+        """Returns the process id on the manager's node."""
+        return os.getpid()
 
     async def begin(self, incarnation: int) -> None:
         """Starts a new incarnation: states of older ones are refused from now on."""

@@ -23,6 +23,7 @@ _STORAGE_ATTEMPTS: Final = 4  # an error of the storage is worth asking again; t
 _FIRST_DELAY_S: Final = 0.05
 _LONGEST_DELAY_S: Final = 2.0
 _WARN_EVERY_S: Final = 5.0
+_REFRESH_EVERY_S: Final = 1.0
 _SUSPECT_S: Final = 2.0  # how long a prefetcher that failed is passed over if there is another one
 
 
@@ -46,6 +47,7 @@ class RaySource:
         self._members: list[_Member] = []
         self._renewed: dict[str, PlanHandle] = {}
         self._warned_at = float("-inf")
+        self._refreshed_at = time.monotonic()
         self._refresh()
 
     def plan(self, spec: PlanSpec) -> PlanHandle:
@@ -55,6 +57,7 @@ class RaySource:
     def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
         """See ``BlockSource``."""
         now = time.monotonic()
+        self._refresh_now_and_then(now)
         with self._lock:
             member = min(self._members, key=lambda m: (m.suspect_until > now, len(m.waiting)))
             handle = self._renewed.get(handle.spec.plan_id, handle)
@@ -120,7 +123,18 @@ class RaySource:
         self._refresh()
 
     def _refresh(self) -> None:
-        actors = _call(self._coordinator.pool.remote())
+        """Waits to learn who is in the pool."""
+        self._take_pool(_call(self._coordinator.pool.remote()))
+
+    def _refresh_now_and_then(self, now: float) -> None:
+        """Asks, without waiting, whether prefetchers have joined the pool."""
+        if now - self._refreshed_at > _REFRESH_EVERY_S:
+            self._refreshed_at = now
+            asked = self._coordinator.pool.options(max_task_retries=0).remote().future()
+            # A coordinator that does not answer is looked for when a request fails.
+            asked.add_done_callback(lambda done: None if done.exception() else self._take_pool(done.result()))
+
+    def _take_pool(self, actors: list[Any]) -> None:
         with self._lock:
             known = {member.actor._actor_id: member for member in self._members}
             self._members = [known.get(actor._actor_id) or _Member(actor) for actor in actors]

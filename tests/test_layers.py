@@ -1,0 +1,284 @@
+"""The layers: who may import whom, and that the pure ones need nothing but numpy."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_lance_stream import errors
+
+PACKAGE = "ray_lance_stream"
+ROOT = Path(errors.__file__).parent
+
+# A module imports only modules that stand before it. A new module takes its place here.
+ORDER = (
+    "errors",
+    "permutation",
+    "plan",
+    "topology",
+    "state",
+    "request",
+    "table",
+    "columns",
+    "transform",
+    "block",
+    "stats",
+    "config",
+    "layout",
+    "collate",
+    "delivery",
+    "source",
+    "reader",
+    "checkpoint",
+    "link",
+    "position",
+    "batches",
+    "shard",
+    "cluster.__init__",
+    "cluster.parcel",
+    "cluster.leases",
+    "cluster.placement",
+    "cluster.prefetcher",
+    "cluster.coordinator",
+    "cluster.manager",
+    "cluster.source",
+    "cluster.session",
+    "stream",
+    "train",
+    "testing",
+    "__init__",
+)
+PURE = ("errors", "permutation", "plan", "topology", "state")
+ROWS_TO_BLOCKS = ("request", "table", "columns", "transform", "block", "stats")
+# Ray's side: these may import it. `stream` may only when it is used, so that a recipe needs no Ray.
+RAY_MODULES = ("train", "stream", "__init__")
+HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
+
+# Imports against the order, with the reason. Each must still exist, and must not be at module level.
+AGAINST_THE_ORDER = {
+    ("stream", "train", "function"): "LanceStream.run needs Ray Train, which a recipe does not",
+    ("link", "shard", "typing"): "names a type only",
+    ("batches", "shard", "typing"): "names a type only",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, and where it stands: "module", "function" or "typing"."""
+
+    importer: str
+    target: str
+    where: str
+    line: int
+
+
+def module_files() -> dict[str, Path]:
+    """Returns {name below the package: file}."""
+    files = sorted(ROOT.rglob("*.py"))
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+FILES = module_files()
+
+
+def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yields full module names; ``from package import name`` names the module if there is one."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    assert node.level == 0, "imports are absolute in this package"
+    base = node.module or ""
+    for alias in node.names:
+        inner = f"{base}.{alias.name}".removeprefix(f"{PACKAGE}.")
+        is_module = inner in FILES or f"{inner}.__init__" in FILES
+        yield f"{base}.{alias.name}" if base.split(".")[0] == PACKAGE and is_module else base
+
+
+def imports_in(name: str, tree: ast.AST, where: str = "module") -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (Import(name, target, where, node.lineno) for target in targets(node))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for child in node.body:
+                yield from imports_in(name, ast.Module([child], []), "typing")
+            for child in node.orelse:
+                yield from imports_in(name, ast.Module([child], []), where)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from imports_in(name, node, "typing" if where == "typing" else "function")
+        else:
+            yield from imports_in(name, node, where)
+
+
+IMPORTS = [item for name, file in FILES.items() for item in imports_in(name, ast.parse(file.read_text()))]
+
+
+def third_party(name: str, *where: str) -> set[str]:
+    """Returns the top-level packages that a module imports at the given kinds of places (default: all)."""
+    chosen = [item for item in IMPORTS if item.importer == name and (not where or item.where in where)]
+    return {item.target.split(".")[0] for item in chosen} - {PACKAGE}
+
+
+def internal(item: Import) -> str | None:
+    """Returns the imported module's name below the package, or None if it is another package's."""
+    if item.target == PACKAGE:
+        return "__init__"
+    if not item.target.startswith(f"{PACKAGE}."):
+        return None
+    inner = item.target.removeprefix(f"{PACKAGE}.")
+    return f"{inner}.__init__" if f"{inner}.__init__" in FILES else inner
+
+
+# --- the graph ---------------------------------------------------------------------------------------
+
+
+def test_every_module_has_its_place() -> None:
+    assert len(set(ORDER)) == len(ORDER)
+    assert set(FILES) - set(ORDER) == set(), "new modules: give them their place in ORDER"
+    assert set(ORDER) - set(FILES) == set(), "modules that are gone: take them out of ORDER"
+
+
+def test_imports_follow_the_order() -> None:
+    against = {}
+    for item in IMPORTS:
+        target = internal(item)
+        if target is None:
+            continue
+        assert target in FILES, f"{item} imports a module that does not exist"
+        if ORDER.index(target) >= ORDER.index(item.importer):
+            against[item.importer, target, item.where] = item
+    unexpected = [item for key, item in against.items() if key not in AGAINST_THE_ORDER]
+    assert not unexpected, "imports of a module that stands later"
+    gone = set(AGAINST_THE_ORDER) - set(against)
+    assert not gone, "exceptions that are not needed any more"
+    assert all(where != "module" for _, _, where in AGAINST_THE_ORDER)
+
+
+def test_no_cycle_at_module_level() -> None:
+    edges: dict[str, set[str]] = {name: set() for name in FILES}
+    for item in IMPORTS:
+        target = internal(item)
+        if target is not None and item.where == "module":
+            edges[item.importer].add(target)
+    done: set[str] = set()
+    while len(done) < len(edges):
+        ready = {name for name in edges if name not in done and edges[name] <= done}
+        assert ready, f"a cycle among {sorted(set(edges) - done)}"
+        done |= ready
+
+
+# --- what each layer may need ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_the_pure_layer_needs_numpy_only(name: str) -> None:
+    """At module level, in functions and for types: numbers in, numbers out."""
+    assert third_party(name) <= {"numpy", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("name", ROWS_TO_BLOCKS)
+def test_rows_to_blocks_needs_neither_torch_nor_ray(name: str) -> None:
+    assert not third_party(name) & {"ray", "torch", "pandas"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if not name.startswith("cluster.") and name not in RAY_MODULES]
+)
+def test_ray_stays_on_its_side(name: str) -> None:
+    assert "ray" not in third_party(name), "only cluster/, stream.py and train.py know Ray"
+    assert "torch" not in third_party(name, "module"), "torch is imported where a tensor is made"
+
+
+def test_a_recipe_needs_no_ray() -> None:
+    assert "ray" not in third_party("stream", "module")
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("cluster.")])
+def test_actors_need_no_torch(name: str) -> None:
+    assert "torch" not in third_party(name)
+
+
+def test_only_table_knows_lance() -> None:
+    users = {name for name in FILES if third_party(name) & {"lance", "lancedb"}}
+    assert users == {"table"}
+
+
+LOAD = """
+import importlib, sys, types
+package = types.ModuleType("{package}")  # in place of __init__, which imports everything
+package.__path__ = [{root!r}]
+sys.modules["{package}"] = package
+for name in {names!r}:
+    importlib.import_module("{package}." + name)
+print(sorted(set({forbidden!r}) & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "forbidden"),
+    [(PURE, sorted(HEAVY)), (ROWS_TO_BLOCKS, ["ray", "torch"])],
+    ids=["pure", "rows to blocks"],
+)
+def test_loading_a_layer_loads_nothing_heavier(names: tuple[str, ...], forbidden: list[str]) -> None:
+    """What the ast cannot see: an import through another package."""
+    script = LOAD.format(package=PACKAGE, root=str(ROOT), names=names, forbidden=forbidden)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+# --- exceptions cross process borders ----------------------------------------------------------------
+
+EXCEPTIONS = [
+    value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.LanceStreamError)
+]
+
+
+def test_every_exception_has_the_common_base() -> None:
+    raised = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, BaseException)]
+    assert set(raised) == set(EXCEPTIONS)
+    assert len(EXCEPTIONS) >= 11
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.StateError, ValueError)
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_exceptions_survive_pickle(kind: type[errors.LanceStreamError], protocol: int) -> None:
+    arguments: tuple[Any, ...] = ("what. Found: 1. Remedy: é 'x'.",)
+    if kind is errors.StateMismatchError:
+        arguments += ("filter", "x > 1", None)
+    error = kind(*arguments)
+    error.add_note("seen on rank 3") if hasattr(error, "add_note") else None
+    loaded = pickle.loads(pickle.dumps(error, protocol))
+    assert type(loaded) is kind
+    assert str(loaded) == str(error) == arguments[0]
+    assert loaded.args == error.args
+    assert vars(loaded) == vars(error)
+
+
+def test_a_mismatch_keeps_its_field_and_values() -> None:
+    error = errors.StateMismatchError("text", "table", {"version": 1}, [2])
+    loaded = pickle.loads(pickle.dumps(error))
+    assert (loaded.field, loaded.saved, loaded.current) == ("table", {"version": 1}, [2])
+    assert str(errors.StateMismatchError("text")) == "text"
+
+
+def test_explain_and_shown() -> None:
+    text = errors.explain("n is too small", found=0, expected="an integer >= 1", remedy="pass 48")
+    assert text == "n is too small. Found: 0. Expected: an integer >= 1. Remedy: pass 48."
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert errors.shown("x") == "'x'"
+    assert len(errors.shown("x" * 1000)) == 80
+    assert errors.shown(10**5000) == "a int that cannot be shown"
+    assert errors.shown(deep) == "a list that cannot be shown"

@@ -1,0 +1,310 @@
+"""reader.py against a source that counts what is asked of it: order, memory, retries, interruption."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ray_lance_stream.errors import BlockError, StreamClosedError, TransformError
+from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
+from ray_lance_stream.reader import BlockReader, ReadAhead
+from ray_lance_stream.request import PlanHandle, Ranges
+
+CYCLES = 40
+ROW_BYTES = 100  # of every row of the source below, unless it says otherwise
+KIB, MIB = 1024, 1024 * 1024
+
+
+class Source:
+    """Answers at once, later, or with errors; rows weigh what ``row_bytes(cycle)`` says."""
+
+    def __init__(self, row_bytes: Callable[[int], int] = lambda _: ROW_BYTES) -> None:
+        self.row_bytes = row_bytes
+        self.asked: list[Ranges] = []
+        self.futures: list[Future[pa.Table]] = []
+        self.held_back = False  # futures stay open until `answer`
+        self.failures: dict[int, list[BaseException]] = {}  # by first cycle, raised one after the other
+        self.delays: list[float | None] = []
+        self.failed: list[tuple[str, int]] = []
+
+    def plan(self, spec: PlanSpec) -> PlanHandle:
+        return PlanHandle(
+            spec=spec, num_rows=4 * CYCLES, matching_rows=None, schema=pa.schema([]), bytes_per_row=float(ROW_BYTES)
+        )
+
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+        del handle
+        self.asked.append(ranges)
+        self.futures.append(Future())
+        if not self.held_back:
+            self.answer(-1)
+        return self.futures[-1]
+
+    def answer(self, index: int) -> None:
+        ranges, future = self.asked[index], self.futures[index]
+        failures = self.failures.get(ranges.start)
+        if failures:
+            future.set_exception(failures.pop(0))
+        else:
+            future.set_result(self.block(ranges))
+
+    def block(self, ranges: Ranges) -> pa.Table:
+        splits, positions = ranges.places()
+        weights = np.array([self.row_bytes(int(position)) - 20 for position in positions])
+        ends = np.concatenate([[0], np.cumsum(weights)])
+        pad = pa.Array.from_buffers(
+            pa.binary(), len(splits), [None, pa.array(ends, pa.int32()).buffers()[1], pa.py_buffer(bytes(ends[-1]))]
+        )
+        return pa.table({"split": splits, "position": positions, "pad": pad})
+
+    def size(self, ranges: Ranges) -> int:
+        return self.block(ranges).nbytes
+
+    def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
+        assert elapsed_s >= 0
+        self.failed.append((str(error), attempt))
+        return self.delays.pop(0) if self.delays else None
+
+    def close(self) -> None:
+        pass
+
+
+def make_reader(source: Source, *, splits: range = range(4), start: int = 0, q: int = 1, **ahead: int) -> BlockReader:
+    spec = PlanSpec(table=TableIdentity(version=1, fingerprint="f"), order=OrderSpec(num_splits=4), epoch=0)
+    sizes = {"max_bytes": 100 * MIB, "block_bytes": 2000} | ahead
+    return BlockReader(
+        source,
+        source.plan(spec),
+        splits,
+        start_cycle=start,
+        end_cycle=CYCLES,
+        cycles_per_step=q,
+        read_ahead=ReadAhead(**sizes),
+    )
+
+
+def places(parts: list[pa.Table]) -> list[tuple[int, int]]:
+    table = pa.concat_tables(parts)
+    positions, splits = table["position"].to_numpy().tolist(), table["split"].to_numpy().tolist()
+    return list(zip(positions, splits, strict=True))
+
+
+def in_thread(read: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Starts ``read`` on a thread; its result or error lands in the list."""
+    out: list[Any] = []
+
+    def work() -> None:
+        try:
+            out.append(read())
+        except BaseException as error:
+            out.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, out
+
+
+# --- order -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 1000, 5000, MIB])
+@pytest.mark.parametrize("splits", [range(4), range(1, 3), range(3, 4)])
+def test_rows_come_in_canonical_order_whatever_the_blocks(block_bytes: int, splits: range) -> None:
+    reader = make_reader(Source(), splits=splits, block_bytes=block_bytes, max_bytes=3 * block_bytes)
+    width, row, seen = len(splits), 0, []
+    for count in [1, 2, 3, 5, 8, 13] * CYCLES:
+        stop = min(row + count, CYCLES * width)
+        parts = reader.read(range(row, stop))
+        assert sum(part.num_rows for part in parts) == stop - row
+        seen += places(parts) if parts else []
+        row = stop
+        reader.release(row // width)
+    assert seen == [(cycle, split) for cycle in range(CYCLES) for split in splits]
+
+
+def test_reading_begins_in_the_middle_and_asks_for_nothing_before_or_twice() -> None:
+    source = Source()
+    reader = make_reader(source, start=33, q=4)
+    rows = places(reader.read(range(33 * 4, CYCLES * 4)))
+    assert rows == [(cycle, split) for cycle in range(33, CYCLES) for split in range(4)]
+    assert [ranges.start for ranges in source.asked] == [33, *[r.stop for r in source.asked[:-1]]]
+    assert source.asked[-1].stop == CYCLES
+
+
+def test_rows_that_were_not_released_can_be_read_again_without_new_requests() -> None:
+    source = Source()
+    reader = make_reader(source)
+    first = places(reader.read(range(CYCLES * 4)))
+    asked = len(source.asked)
+    reader.release(0)
+    assert places(reader.read(range(CYCLES * 4))) == first
+    assert len(source.asked) == asked
+    reader.release(CYCLES)
+    with pytest.raises(BlockError, match="rows 0 to 4 are not in the blocks"):
+        reader.read(range(4))
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q", [1, 3])
+@pytest.mark.parametrize("max_bytes", [1, 1500, 10_000, MIB])
+@pytest.mark.parametrize("held_back", [True, False])
+def test_what_is_asked_for_and_not_released_stays_within_the_budget(q: int, max_bytes: int, held_back: bool) -> None:
+    source = Source()
+    source.held_back = held_back
+    reader = make_reader(source, q=q, max_bytes=max_bytes, block_bytes=2000)
+    step, most = 4 * q * ROW_BYTES, 0
+    for cycle in range(0, CYCLES, q):
+        stop = min(cycle + q, CYCLES)
+        for index, future in enumerate(source.futures):
+            if not future.done():
+                source.answer(index)
+        source.held_back = False  # what the read itself asks for must be there
+        reader.read(range(cycle * 4, stop * 4))
+        source.held_back = held_back
+        # Counted here, from the requests, and not by the reader's own books.
+        held = sum(source.size(ranges) for ranges in source.asked if ranges.stop > cycle)
+        most = max(most, held)
+        assert held <= max(max_bytes, step + 100), f"{held} bytes at cycle {cycle}"  # 100: Arrow's last offsets
+        reader.release(stop)
+    assert reader.buffered_bytes == 0
+    if max_bytes == 10_000:
+        assert most > max_bytes / 2  # it does read ahead
+
+
+def test_skewed_rows_do_not_pile_up() -> None:
+    source = Source(lambda cycle: 60_000 if 20 <= cycle < 30 else ROW_BYTES)
+    max_bytes = 500_000
+    reader = make_reader(source, max_bytes=max_bytes, block_bytes=100_000)
+    for cycle in range(CYCLES):
+        reader.read(range(cycle * 4, cycle * 4 + 4))
+        if reader.buffered_bytes > max_bytes:  # the sizes were not known when these were asked for
+            asked = len(source.asked)
+            reader.release(cycle)
+            assert len(source.asked) == asked
+        reader.release(cycle + 1)
+    heavy = [ranges.stop - ranges.start for ranges in source.asked if 22 <= ranges.start < 30]
+    assert all(cycles == 1 for cycles in heavy), source.asked
+
+
+def test_blocks_begin_small_grow_and_end_where_steps_end() -> None:
+    row_bytes, q, block_bytes = 40 * KIB, 2, 3 * MIB
+    source = Source(lambda _: row_bytes)
+    spec = PlanSpec(table=TableIdentity(version=1, fingerprint="f"), order=OrderSpec(num_splits=4), epoch=0)
+    handle = PlanHandle(
+        spec=spec, num_rows=1000, matching_rows=None, schema=pa.schema([]), bytes_per_row=float(row_bytes)
+    )
+    ahead = ReadAhead(max_bytes=4 * block_bytes, block_bytes=block_bytes)
+    reader = BlockReader(source, handle, range(4), start_cycle=0, end_cycle=120, cycles_per_step=q, read_ahead=ahead)
+    for cycle in range(0, 120, q):
+        for _ in range(3):  # reading twice, or asking for what does not fit yet, must not make blocks grow
+            reader.read(range(cycle * 4, (cycle + q) * 4))
+        reader.release(cycle + q)
+    sizes = [(ranges.stop - ranges.start) * 4 * row_bytes for ranges in source.asked]
+    assert sizes[0] <= 512 * KIB
+    assert all(b <= 2 * a + q * 4 * row_bytes for a, b in itertools.pairwise(sizes)), sizes
+    assert max(sizes) <= block_bytes < max(sizes) + q * 4 * row_bytes
+    assert all(ranges.stop % q == 0 for ranges in source.asked)
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_block_is_asked_for_again_and_the_order_stays() -> None:
+    source = Source()
+    source.failures = {0: [ConnectionError("one")], 5: [ConnectionError("two"), ConnectionError("three")]}
+    source.delays = [0.01, 0.01, 0.01]
+    reader = make_reader(source, block_bytes=2000)
+    assert places(reader.read(range(CYCLES * 4))) == [(c, s) for c in range(CYCLES) for s in range(4)]
+    assert reader.retries == 3
+    assert sorted(source.failed) == [("one", 1), ("three", 2), ("two", 1)]
+    assert [(r.start, r.stop) for r in source.asked].count((5, 10)) == 3
+
+
+def test_a_retry_waits_as_long_as_the_source_says() -> None:
+    source = Source()
+    source.failures, source.delays = {0: [ConnectionError("one")]}, [0.3]
+    reader = make_reader(source)
+    began = time.monotonic()
+    reader.read(range(4))
+    assert 0.3 <= time.monotonic() - began < 3
+
+
+def test_a_final_error_names_the_block_and_keeps_its_cause() -> None:
+    source = Source()
+    lost = ConnectionError("storage is gone")
+    source.failures, source.delays = {0: [ConnectionError("first"), lost]}, [0.01, None]
+    reader = make_reader(source, splits=range(1, 3), block_bytes=1000)
+    with pytest.raises(
+        BlockError, match=r"positions 0 to 5 of splits 1 to 3 .* in 2 attempt.*storage is gone"
+    ) as caught:
+        reader.read(range(2))
+    assert caught.value.__cause__ is lost
+
+
+def test_errors_of_ours_come_through_as_they_are_also_wrapped_by_ray() -> None:
+    class RayTaskError(Exception):
+        cause = TransformError("row 3 is broken")
+
+    for error in (RayTaskError.cause, RayTaskError()):
+        source = Source()
+        source.failures = {0: [error]}
+        with pytest.raises(TransformError) as caught:
+            make_reader(source).read(range(4))
+        assert caught.value is RayTaskError.cause
+
+
+# --- ending from outside -----------------------------------------------------------------------------------
+
+
+def test_an_interrupted_read_ends_soon_and_can_go_on_later() -> None:
+    source = Source()
+    source.held_back = True
+    reader = make_reader(source)
+    thread, out = in_thread(lambda: reader.read(range(4)))
+    time.sleep(0.05)
+    reader.interrupted.set()
+    thread.join(2)
+    assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
+    asked = len(source.asked)
+    reader.interrupted.clear()
+    source.answer(0)
+    assert places(reader.read(range(4))) == [(0, split) for split in range(4)]
+    assert len(source.asked) == asked
+
+
+def test_interruption_does_not_wait_for_a_retry() -> None:
+    source = Source()
+    source.failures, source.delays = {0: [ConnectionError("one")]}, [60.0]
+    reader = make_reader(source)
+    thread, out = in_thread(lambda: reader.read(range(4)))
+    time.sleep(0.05)
+    reader.interrupted.set()
+    thread.join(2)
+    assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
+
+
+def test_close_from_another_thread_ends_a_waiting_read_and_gives_up_the_blocks() -> None:
+    source = Source()
+    source.held_back = True
+    reader = make_reader(source)
+    thread, out = in_thread(lambda: reader.read(range(4)))
+    time.sleep(0.05)
+    reader.close()
+    thread.join(2)
+    assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
+    assert all(future.cancelled() for future in source.futures)
+    assert reader.buffered_bytes == 0
+    with pytest.raises(StreamClosedError):
+        reader.read(range(4))
+    with pytest.raises(StreamClosedError):
+        reader.release(1)
