@@ -26,11 +26,12 @@ if TYPE_CHECKING:
         TableVersionError,
         TransformError,
     )
+    from ray_lance_stream.saving import report, save_state
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.state import merge_state_dicts
     from ray_lance_stream.stats import RunProgress, ShardStats
     from ray_lance_stream.stream import LanceStream
-    from ray_lance_stream.train import StreamDataConfig, report, save_state
+    from ray_lance_stream.train import StreamDataConfig
     from ray_lance_stream.transform import TransformContext
 
 # Imported when first used: an actor that plans or merges states must not wait for torch or Lance.
@@ -55,8 +56,8 @@ _HOME = {
     "TransformContext": "transform",
     "TransformError": "errors",
     "merge_state_dicts": "state",
-    "report": "train",
-    "save_state": "train",
+    "report": "saving",
+    "save_state": "saving",
 }
 
 __all__ = [

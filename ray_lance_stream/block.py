@@ -17,10 +17,11 @@ import pyarrow as pa
 
 from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import StateMismatchError, TransformError, explain
+from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
-from ray_lance_stream.table import PinnedTable, TableRef
+from ray_lance_stream.table import PinnedTable
 from ray_lance_stream.transform import Transform, TransformContext
 
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time

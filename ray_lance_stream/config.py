@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from ray_lance_stream.errors import ConfigError, MissingStateError, explain
 from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
 from ray_lance_stream.state import StreamState, check_overrides
-
-if TYPE_CHECKING:
-    from ray_lance_stream.block import BlockRecipe
 
 MIB: Final = 1024 * 1024
 POOL_LABEL: Final = {"pool": "data"}
@@ -60,10 +57,12 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """Everything a shard needs to know of its stream; small, picklable, the same for all shards."""
+    """Everything a shard needs to know of its stream; small, picklable, the same for all shards.
+
+    What blocks are made of is not here: a training worker never opens the table.
+    """
 
     stream_id: str
-    recipe: BlockRecipe
     identity: TableIdentity
     order: OrderSpec
     global_batch_size: int

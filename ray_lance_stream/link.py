@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from ray_lance_stream.config import StreamConfig
-from ray_lance_stream.source import BlockSource, LocalSource
+from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
 
 if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
+
+
+# The shards opened by this process for the Train run it works for, by stream name.
+open_shards: weakref.WeakValueDictionary[str, StreamShard] = weakref.WeakValueDictionary()
 
 
 class Link(Protocol):
@@ -30,26 +35,3 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Ends what belongs to this shard only."""
-
-
-class LocalLink:
-    """Connects a shard to nothing but this process; see ``Link``."""
-
-    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
-        """See ``Link``."""
-        del seat
-        return LocalSource(config.recipe)
-
-    def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
-        """See ``Link``."""
-        del config, seat
-        return None
-
-    def opened(self, shard: StreamShard) -> None:
-        """See ``Link``."""
-
-    def announce(self, seat: Seat, step: int, state: StreamState) -> None:
-        """See ``Link``."""
-
-    def close(self) -> None:
-        """See ``Link``."""

@@ -8,23 +8,24 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from ray import cloudpickle
 
-from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.checkpoint import Streams, locate, read_streams
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain
-from ray_lance_stream.link import LocalLink
 from ray_lance_stream.plan import OrderSpec, SplitLayout, require_int
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import RunProgress
-from ray_lance_stream.table import TableRef
 from ray_lance_stream.topology import Replica, Seat, StepPlan
-from ray_lance_stream.transform import Transform
+
+if TYPE_CHECKING:
+    from ray_lance_stream.block import BlockRecipe
+    from ray_lance_stream.transform import Transform
 
 logger = logging.getLogger("ray_lance_stream")
 
@@ -109,6 +110,10 @@ class LanceStream:
         StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # checks both
         if version is not None:
             require_int("version", version, minimum=1, remedy="pass a version of the table, or leave it out")
+        # Imported here: Ray Train's controller unpickles streams, and has no use for Lance.
+        from ray_lance_stream.block import BlockRecipe
+        from ray_lance_stream.location import TableRef
+
         ref = TableRef(
             uri=None if uri is None else str(uri),
             name=table,
@@ -119,12 +124,11 @@ class LanceStream:
         opened = ref.open(version)
         opened.take(np.empty(0, np.int64), recipe.columns)  # an unknown column fails here
         if filter is not None:
-            opened.matching_rows(filter)
-        if filter is None:
+            opened.check_filter(filter)
+        elif resume_from is None:  # a state may name an older version that has rows
             SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
         self._config = StreamConfig(
             stream_id=uuid.uuid4().hex[:12],
-            recipe=recipe,
             identity=opened.identity,
             order=spec,
             global_batch_size=global_batch_size,
@@ -136,6 +140,8 @@ class LanceStream:
             on_missing_state=on_missing_state,
             allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
         )
+        self._recipe = _pickled(recipe)
+        self._table_text = str(ref)
         self._run_stream: Any = None
 
     @property
@@ -144,14 +150,20 @@ class LanceStream:
         return self._config
 
     @property
+    def recipe(self) -> BlockRecipe:
+        """What blocks are made of."""
+        recipe: BlockRecipe = cloudpickle.loads(self._recipe)
+        return recipe
+
+    @property
     def schema(self) -> pa.Schema:
         """Schema of the table version the stream is pinned to, before columns and transform."""
-        return self._config.recipe.table.open(self._config.identity.version).schema
+        return self.recipe.table.open(self._config.identity.version).schema
 
     def __repr__(self) -> str:
         config = self._config
         return (
-            f"LanceStream({config.recipe.table}, version {config.identity.version}, "
+            f"LanceStream({self._table_text}, version {config.identity.version}, "
             f"num_splits={config.order.num_splits}, global_batch_size={config.global_batch_size})"
         )
 
@@ -180,11 +192,14 @@ class LanceStream:
         import ray
 
         if not ray.is_initialized():
-            return StreamShard(self._config, seat, LocalLink())
+            from ray_lance_stream.local import LocalLink
+
+            return StreamShard(self._config, seat, LocalLink(self.recipe))
+        from ray_lance_stream.cluster.parcel import Parcel
         from ray_lance_stream.cluster.session import RayLink, start_session
 
         seat.replica.owned_splits(self._config.order.num_splits)
-        session = start_session(self._config)
+        session = start_session(self._config, Parcel.of(self._recipe))
         try:
             incarnation = session.begin()
         except BaseException:
@@ -198,7 +213,7 @@ class LanceStream:
         """Called by Ray Train: in its controller at every start of the worker group, or in local mode."""
         from ray_lance_stream.train import run_stream
 
-        self._run_stream = run_stream(self._config, self._run_stream)
+        self._run_stream = run_stream(self._config, self._recipe, self._run_stream)
         return self._run_stream
 
     def where(self, timeout_s: float = 5.0) -> list[RunProgress]:
@@ -238,11 +253,27 @@ def _column_names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
 def _transform(function: Callable[..., Any] | None) -> Transform | None:
     if function is None:
         return None
-    from ray import cloudpickle
+    from ray_lance_stream.transform import Transform
 
     transform = Transform(function)
     transform.validate_picklable(cloudpickle.dumps)
     return transform
+
+
+def _pickled(recipe: BlockRecipe) -> bytes:
+    dumps: Any = cloudpickle.dumps  # untyped
+    try:
+        data: bytes = dumps(recipe)
+    except Exception as error:
+        raise ConfigError(
+            explain(
+                "connection_factory cannot be pickled",
+                found=f"{type(error).__name__}: {error}",
+                expected="a function that other processes can import or rebuild",
+                remedy="open connections inside the function, and keep none in its closure",
+            )
+        ) from error
+    return data
 
 
 def _resume_states(resume_from: object, on_missing_state: str) -> Streams | None:

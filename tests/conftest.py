@@ -7,6 +7,10 @@ import os
 # Read by Ray when it is imported. Ray 2.60 writes a token file into the home directory otherwise.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how soon Train takes in a report
+# Workers import the training loops of the tests. Set here and not in a runtime_env, for which Ray would start
+# every process anew instead of taking those it keeps ready.
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
 
 import threading
 import time

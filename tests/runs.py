@@ -13,7 +13,7 @@ import numpy as np
 import ray
 import ray.train
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_lance_stream import LanceStream, StreamDataConfig
 
@@ -99,11 +99,11 @@ def delivered(entries: list[dict[str, Any]]) -> Batches:
 
 def reference(stream: LanceStream, epochs: int) -> Batches:
     """What one uninterrupted reader in this process gets."""
-    from ray_lance_stream.link import LocalLink
+    from ray_lance_stream.local import LocalLink
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.topology import Seat
 
-    with StreamShard(stream.config, Seat(), LocalLink()) as shard:
+    with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
         return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
 
 

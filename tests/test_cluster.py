@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lancedb
@@ -25,6 +24,7 @@ from ray_lance_stream import (
     TransformContext,
     TransformError,
 )
+from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options
 from ray_lance_stream.cluster.session import Session, start_session
 from ray_lance_stream.cluster.source import RaySource
@@ -51,7 +51,6 @@ def cluster() -> Iterator[None]:
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
     )
     yield
     ray.shutdown()
@@ -99,7 +98,7 @@ def test_same_batches_after_prefetchers_were_killed_three_times(uri: str) -> Non
 
 def test_a_newer_incarnation_does_not_wait_for_old_requests(uri: str) -> None:
     slow = make_stream(uri, transform=_Slow, prefetch=PrefetchConfig(num_actors=1))
-    session = start_session(slow.config)
+    session = start_session(slow.config, Parcel.of(slow._recipe))
     try:
         old = RaySource(session.coordinator, session.begin(), retry_window_s=30)
         handle = old.plan(_spec(slow))

@@ -94,6 +94,15 @@ def reference_image(n: int, keys: tuple[int, ...], index: int) -> int:
             return index
 
 
+@pytest.mark.parametrize("n", [2**k + d for k in range(20, 62, 2) for d in (-1, 0, 1)])
+def test_widths_around_large_powers_of_two(n: int) -> None:
+    """From 2**53 a logarithm in floating point cannot tell 2**k from 2**k + 1."""
+    points = np.array([0, 1, n // 3, n - 2, n - 1])
+    images = Permutation(n, GOLDEN_KEYS)(points)
+    assert images.tolist() == [reference_image(n, GOLDEN_KEYS, point) for point in points.tolist()]
+    assert np.array_equal(Permutation(n, GOLDEN_KEYS).inverse(images), points)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 2**62), st.integers(0, 2**64 - 1), st.integers(0, 10**6))
 def test_matches_the_algorithm_in_exact_integers(data: st.DataObject, n: int, seed: int, epoch: int) -> None:

@@ -30,7 +30,9 @@ from lance.fragment import DataFile, DeletionFile, FragmentMetadata
 from moto.server import ThreadedMotoServer
 
 from ray_lance_stream.errors import ConfigError, LanceStreamError, TableVersionError
-from ray_lance_stream.table import PinnedTable, TableRef, fingerprint
+from ray_lance_stream.location import TableRef
+from ray_lance_stream.rownumbers import fingerprint
+from ray_lance_stream.table import PinnedTable
 
 SECRET = "hush-hush-secret"
 

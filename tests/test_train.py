@@ -42,7 +42,6 @@ def cluster() -> Iterator[None]:
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
     )
     yield
     ray.shutdown()
@@ -308,7 +307,7 @@ def test_local_mode_starts_no_actor(uri: str) -> None:
     seen: list[list[int]] = []
     states: list[dict[str, Any]] = []
     from ray.train import ScalingConfig
-    from ray.train.data_parallel_trainer import DataParallelTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     config = {"seen": seen, "state": states}
     DataParallelTrainer(

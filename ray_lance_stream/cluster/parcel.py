@@ -23,10 +23,8 @@ class Parcel:
     ref: list[Any]
 
     @classmethod
-    def pack(cls, value: object) -> Parcel:
-        """Pickles a value; the calling process owns a large one."""
-        dumps: Any = cloudpickle.dumps  # untyped
-        data: bytes = dumps(value)
+    def of(cls, data: bytes) -> Parcel:
+        """Takes a pickled value; the calling process owns a large one."""
         return cls(data, []) if len(data) <= _INLINE_BYTES else cls(None, [ray.put(data)])
 
     def unpack(self) -> Any:

@@ -78,13 +78,16 @@ class Session:
                 ray.kill(actor, no_restart=True)
 
 
-def start_session(config: StreamConfig) -> Session:
+def start_session(config: StreamConfig, recipe: Parcel) -> Session:
     """Starts a coordinator and a state manager on this node. Does not wait for them.
+
+    Args:
+        config: The stream.
+        recipe: A ``block.BlockRecipe``, which only prefetchers open.
 
     They belong to the calling process, and end with it, or when nobody has needed them for
     ``idle_timeout_s``.
     """
-    recipe = Parcel.pack(config.recipe)
     session_id = f"{config.stream_id}.{uuid.uuid4().hex[:8]}"
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options: dict[str, Any] = {

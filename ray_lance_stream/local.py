@@ -1,0 +1,81 @@
+"""A stream in one process: blocks built on threads, a shard connected to nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pyarrow as pa
+
+from ray_lance_stream.block import BlockBuilder, BlockRecipe
+from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.link import open_shards
+from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.shard import StreamShard
+from ray_lance_stream.source import BlockSource
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import Seat
+
+
+class LocalSource:
+    """Builds blocks in this process, on threads: reading and gathering release Python's lock."""
+
+    def __init__(self, recipe: BlockRecipe, *, num_threads: int = 2) -> None:
+        self._builder = BlockBuilder(recipe)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lance-stream-block")
+
+    def plan(self, spec: PlanSpec) -> PlanHandle:
+        """See ``BlockSource``."""
+        handle, matching = self._builder.open_plan(spec)
+        return dataclasses.replace(handle, matching_rows=matching)
+
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+        """See ``BlockSource``."""
+        return self._pool.submit(self._build, handle, ranges)
+
+    def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
+        """See ``BlockSource``; storage is worth two more attempts, the rest is final."""
+        del elapsed_s
+        return None if not isinstance(error, OSError) or attempt >= 3 else 0.5 * attempt
+
+    def close(self) -> None:
+        """See ``BlockSource``. Waits for the blocks that are being built."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _build(self, handle: PlanHandle, ranges: Ranges) -> pa.Table:
+        return self._builder.build(handle, ranges, lambda rows: rows)[0]
+
+
+class LocalLink:
+    """Connects a shard to nothing but this process; see ``link.Link``.
+
+    Args:
+        recipe: What blocks are made of.
+        in_run: Whether the shard belongs to a Train run in local mode, whose checkpoints hold its state.
+    """
+
+    def __init__(self, recipe: BlockRecipe, *, in_run: bool = False) -> None:
+        self._recipe = recipe
+        self._in_run = in_run
+
+    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
+        """See ``Link``."""
+        del config, seat
+        return LocalSource(self._recipe)
+
+    def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
+        """See ``Link``."""
+        del config, seat
+        return None
+
+    def opened(self, shard: StreamShard) -> None:
+        """See ``Link``."""
+        if self._in_run:
+            open_shards[shard.name] = shard
+
+    def announce(self, seat: Seat, step: int, state: StreamState) -> None:
+        """See ``Link``."""
+
+    def close(self) -> None:
+        """See ``Link``."""

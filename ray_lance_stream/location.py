@@ -1,0 +1,177 @@
+"""Where a table is, and how to open it in any process."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import lance
+import lancedb
+
+from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.table import PinnedTable, listed, present_versions, version_gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRef:
+    """How to open a table again, in any process; picklable.
+
+    Attributes:
+        uri: The database, as for ``lancedb.connect``. A relative local path is made absolute here, since
+            other processes have other working directories.
+        name: The table's name.
+        storage_options: Options of the object store; their values are never shown, as they hold secrets.
+        connection_factory: Called with the name, returns the open table; instead of ``uri``.
+
+    Raises:
+        ConfigError: Not exactly one of uri and connection_factory, or a database that cannot be read.
+    """
+
+    uri: str | None = None
+    name: str
+    storage_options: Mapping[str, str] | None = field(default=None, hash=False)
+    connection_factory: Callable[[str], lancedb.table.Table] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.uri is None) == (self.connection_factory is None):
+            raise ConfigError(
+                explain(
+                    f"table {self.name!r} needs one way to open it",
+                    found="neither" if self.uri is None else "both",
+                    expected="one of uri and connection_factory",
+                    remedy="pass one of them",
+                )
+            )
+        if self.storage_options is not None:
+            if self.connection_factory is not None:
+                raise ConfigError(
+                    explain(
+                        "storage_options have no effect beside connection_factory",
+                        found="both",
+                        expected="storage_options with uri only",
+                        remedy="give the options to lancedb.connect inside the factory",
+                    )
+                )
+            # A plain dict of our own: it pickles, and later changes by the caller do not reach it.
+            object.__setattr__(self, "storage_options", dict(self.storage_options))
+        if self.uri is not None and "://" not in self.uri:
+            object.__setattr__(self, "uri", os.path.abspath(os.path.expanduser(self.uri)))
+
+    def __repr__(self) -> str:
+        options = None if self.storage_options is None else dict.fromkeys(self.storage_options, "***")
+        return (
+            f"TableRef(uri={self.uri!r}, name={self.name!r}, storage_options={options}, "
+            f"connection_factory={self.connection_factory!r})"
+        )
+
+    def open(self, version: int | None = None) -> PinnedTable:
+        """Opens one version for reading: the latest at this moment if ``version`` is None.
+
+        Where the factory returns a table checked out at a version, that one counts as the latest.
+
+        Raises:
+            ConfigError: The database or the table is missing, or cannot be opened.
+            TableVersionError: The version was cleaned up, or never existed.
+        """
+        dataset = self._open_latest()
+        if version is not None and version != dataset.version:
+            try:
+                dataset = dataset.checkout_version(int(version))
+            except Exception as error:
+                present = present_versions(dataset)
+                if present is None or version in present:  # the trouble is another one
+                    raise self._cannot_open(error) from self.shown(error)
+                raise version_gone(self.name, version, present) from self.shown(error)
+        return PinnedTable(dataset, self)
+
+    def _open_latest(self) -> lance.LanceDataset:
+        database = None
+        try:
+            if self.connection_factory is not None:
+                table = self.connection_factory(self.name)
+            else:
+                database = self._connect()
+                table = database.open_table(self.name)
+            to_lance = getattr(table, "to_lance", None)
+            if to_lance is None or inspect.iscoroutinefunction(to_lance):
+                raise NotImplementedError
+            dataset: lance.LanceDataset = to_lance()
+            return dataset
+        except ConfigError:
+            raise
+        except NotImplementedError:
+            raise _not_local(self.name) from None
+        except Exception as error:
+            missing = None if database is None else self._missing(database)
+            raise missing or self._cannot_open(error) from self.shown(error)
+
+    def _connect(self) -> lancedb.DBConnection:
+        uri = str(self.uri)
+        if uri.startswith("db://"):
+            raise _not_local(self.name)
+        if "://" not in uri and not os.path.isdir(uri):
+            # lancedb.connect would create the directory: a typing error must not leave a database behind.
+            raise ConfigError(
+                explain(
+                    f"the database of table {self.name!r} does not exist",
+                    found=uri,
+                    expected="a directory that LanceDB has written",
+                    remedy="check uri",
+                )
+            )
+        options = None if self.storage_options is None else dict(self.storage_options)
+        return lancedb.connect(uri, storage_options=options)
+
+    def _missing(self, database: lancedb.DBConnection) -> ConfigError | None:
+        """Returns the error to raise if the database has no such table, or None."""
+        try:
+            names = sorted(database.list_tables().tables)
+        except Exception:
+            return None  # what went wrong before says more than this
+        if self.name in names:
+            return None
+        near = difflib.get_close_matches(self.name, names)
+        return ConfigError(
+            explain(
+                f"table {self.name!r} does not exist",
+                found=f"these tables in {self.uri}: {listed(names)}",
+                expected="the name of one of them",
+                remedy=f"did you mean {' or '.join(near)}?" if near else "check uri and the table's name",
+            )
+        )
+
+    def _cannot_open(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            explain(
+                f"table {self.name!r} cannot be opened",
+                found=self.without_secrets(f"{type(error).__name__}: {error}"),
+                expected="a LanceDB table",
+                remedy="check connection_factory" if self.uri is None else "check uri and storage_options",
+            )
+        )
+
+    def without_secrets(self, text: str) -> str:
+        """Returns ``text`` with every value of ``storage_options`` replaced by ``***``."""
+        values = {str(value) for value in (self.storage_options or {}).values()} - {"true", "false"}
+        for value in sorted(values, key=len, reverse=True):
+            if len(value) > 3:  # "1" and the like are no secrets, and would eat the message
+                text = text.replace(value, "***")
+        return text
+
+    def shown(self, error: Exception) -> Exception | None:
+        """Returns the error to chain; None if a traceback with its text would show a secret."""
+        return error if self.without_secrets(str(error)) == str(error) else None
+
+
+def _not_local(name: str) -> ConfigError:
+    return ConfigError(
+        explain(
+            f"table {name!r} does not give access to its Lance files",
+            found="a remote (db://) or asynchronous table",
+            expected="a table on a file system or object store, opened with lancedb.connect",
+            remedy="pass the uri of the storage itself, e.g. s3://bucket/path",
+        )
+    )
