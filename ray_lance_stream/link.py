@@ -11,11 +11,11 @@ from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
 
 if TYPE_CHECKING:
-    from ray_lance_stream.shard import StreamShard
+    from ray_lance_stream.core import ShardCore
 
 
 # The shards opened by this process for the Train run it works for, by stream name.
-open_shards: weakref.WeakValueDictionary[str, StreamShard] = weakref.WeakValueDictionary()
+open_shards: weakref.WeakValueDictionary[str, ShardCore] = weakref.WeakValueDictionary()
 
 
 class Link(Protocol):
@@ -27,7 +27,7 @@ class Link(Protocol):
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
         """Returns the state in the run's own checkpoint, None if the run has none yet."""
 
-    def opened(self, shard: StreamShard) -> None:
+    def opened(self, shard: ShardCore) -> None:
         """Called once the shard knows where it stands."""
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:

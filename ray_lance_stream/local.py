@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.core import ShardCore
 from ray_lance_stream.link import open_shards
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
-from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
@@ -69,7 +69,7 @@ class LocalLink:
         del config, seat
         return None
 
-    def opened(self, shard: StreamShard) -> None:
+    def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
         if self._in_run:
             open_shards[shard.name] = shard

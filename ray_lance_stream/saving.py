@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train import Checkpoint
 
 from ray_lance_stream.checkpoint import Streams, locate, write_streams
+from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import LanceStreamError
 from ray_lance_stream.link import open_shards
-from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.trainlink import TrainLink, start_checkpoint
 
@@ -79,7 +79,7 @@ def _in_train_worker() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
-def _merged_state(shard: StreamShard, *, barrier: bool) -> StreamState | None:
+def _merged_state(shard: ShardCore, *, barrier: bool) -> StreamState | None:
     """The state all ranks agree on, or None if the manager is gone."""
     state, link = shard.state(), shard.link
     if not isinstance(link, TrainLink):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
+from ray_lance_stream.counts import SplitCounts, malformed, read_count
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain, shown
 from ray_lance_stream.plan import OrderSpec, TableIdentity
 
@@ -23,86 +22,6 @@ OVERRIDABLE_FIELDS: Final = ("filter", "order", "shuffle", "shuffle_clump_size",
 _SEED, _SPLITS, _EPOCH = "shuffle_seed", "num_splits", "epoch"
 _SAMPLES, _POSITIONS = "samples_consumed_per_split", "positions_consumed_per_split"
 _FORMAT, _PROVENANCE = "format", "provenance"
-_MAX_COUNT: Final = 2**63 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitCounts:
-    """One non-negative count per split, as a common value plus the splits that differ from it.
-
-    At a step boundary all counts are equal, so the state of 8,192 splits is one number.
-    """
-
-    num_splits: int
-    base: int
-    exceptions: Mapping[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, counts: Sequence[int]) -> SplitCounts:
-        """Returns the counts of a list, with its most frequent value as the base."""
-        values, frequency = np.unique(np.asarray(counts, dtype=np.int64), return_counts=True)
-        base = int(values[frequency.argmax()])
-        return cls(
-            num_splits=len(counts),
-            base=base,
-            exceptions={split: count for split, count in enumerate(counts) if count != base},
-        )
-
-    def to_list(self) -> list[int]:
-        """Returns one count per split."""
-        counts = [self.base] * self.num_splits
-        for split, count in self.exceptions.items():
-            counts[split] = count
-        return counts
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all counts are equal."""
-        return not self.exceptions
-
-    @property
-    def least(self) -> int:
-        """The smallest count."""
-        if len(self.exceptions) == self.num_splits:
-            return min(self.exceptions.values())
-        return min(self.base, *self.exceptions.values()) if self.exceptions else self.base
-
-    def maximum(self, other: SplitCounts) -> SplitCounts:
-        """Returns the larger count of each split."""
-        if self == other:
-            return self
-        return SplitCounts.of([max(pair) for pair in zip(self.to_list(), other.to_list(), strict=True)])
-
-    def to_json(self) -> int | dict[str, Any]:
-        """Returns the compact form: a number, or a number and the exceptions."""
-        if self.uniform:
-            return self.base
-        return {"base": self.base, "exceptions": {str(split): count for split, count in self.exceptions.items()}}
-
-    @classmethod
-    def from_json(cls, name: str, value: object, num_splits: int) -> SplitCounts:
-        """Reads a list of counts, one number for all splits, or the compact form."""
-        if isinstance(value, list):
-            if len(value) != num_splits:
-                raise StateError(
-                    explain(
-                        f"the state's {name} does not have one count per split",
-                        found=f"{len(value)} counts",
-                        expected=f"{num_splits}",
-                        remedy="load the state as it was saved",
-                    )
-                )
-            return cls.of([_count(name, count) for count in value])
-        if isinstance(value, Mapping):
-            base, exceptions = value.get("base"), value.get("exceptions")
-            if not isinstance(exceptions, Mapping):
-                raise _malformed(name, value)
-            return cls(
-                num_splits=num_splits,
-                base=_count(name, base),
-                exceptions={_split(name, key, num_splits): _count(name, count) for key, count in exceptions.items()},
-            )
-        return cls(num_splits=num_splits, base=_count(name, value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +122,10 @@ class StreamState:
         samples = SplitCounts.from_json(_SAMPLES, state.get(_SAMPLES), num_splits)
         positions = SplitCounts.from_json(_POSITIONS, state.get(_POSITIONS), num_splits)
         if any(p < s for p, s in zip(positions.to_list(), samples.to_list(), strict=True)):
-            raise _malformed(_POSITIONS, "a position before the samples already consumed")
-        return cls(provenance=provenance, epoch=_count(_EPOCH, state.get(_EPOCH)), samples=samples, positions=positions)
+            raise malformed(_POSITIONS, "a position before the samples already consumed")
+        return cls(
+            provenance=provenance, epoch=read_count(_EPOCH, state.get(_EPOCH)), samples=samples, positions=positions
+        )
 
 
 def merge_states(states: Sequence[StreamState]) -> StreamState:
@@ -320,9 +241,9 @@ def _read_provenance(state: Mapping[str, Any]) -> Provenance:
     saved = _get(state, _PROVENANCE, Mapping)
     filter_text = saved.get("filter")
     if filter_text is not None and not isinstance(filter_text, str):
-        raise _malformed("filter", filter_text)
+        raise malformed("filter", filter_text)
     if saved.get("pack_sequences") is not None:
-        raise _malformed("pack_sequences", saved["pack_sequences"])
+        raise malformed("pack_sequences", saved["pack_sequences"])
     try:
         order = OrderSpec(
             num_splits=_get(state, _SPLITS, int),
@@ -336,7 +257,8 @@ def _read_provenance(state: Mapping[str, Any]) -> Provenance:
     except ConfigError as error:
         raise StateError(f"the state is damaged: {error}") from error
     table = TableIdentity(
-        version=_count("table_version", saved.get("table_version")), fingerprint=_get(saved, "table_fingerprint", str)
+        version=read_count("table_version", saved.get("table_version")),
+        fingerprint=_get(saved, "table_fingerprint", str),
     )
     return Provenance(table=table, order=order)
 
@@ -344,28 +266,5 @@ def _read_provenance(state: Mapping[str, Any]) -> Provenance:
 def _get(mapping: Mapping[str, Any], key: str, kind: type) -> Any:
     value = mapping.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _malformed(key, value)
+        raise malformed(key, value)
     return value
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT:
-        return value
-    raise _malformed(name, value)
-
-
-def _split(name: str, key: object, num_splits: int) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 and int(key) < num_splits:
-        return int(key)
-    raise _malformed(name, key)
-
-
-def _malformed(name: str, value: object) -> StateError:
-    return StateError(
-        explain(
-            f"the state's {name} is missing or damaged",
-            found=shown(value),
-            expected="the value that was saved",
-            remedy="load an earlier checkpoint",
-        )
-    )

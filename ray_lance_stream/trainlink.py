@@ -10,9 +10,9 @@ import ray.train
 from ray_lance_stream.checkpoint import Streams, read_streams
 from ray_lance_stream.cluster.session import RayLink, Session
 from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import MissingStateError, explain
 from ray_lance_stream.link import open_shards
-from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.state import Provenance, StreamState
 from ray_lance_stream.topology import Seat
 
@@ -39,7 +39,7 @@ class TrainLink(RayLink):
             return None
         return config.state_for(seat.name, states, where)
 
-    def opened(self, shard: StreamShard) -> None:
+    def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
         open_shards[shard.name] = shard
 

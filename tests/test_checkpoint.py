@@ -11,9 +11,10 @@ import pyarrow.fs as pafs
 import pytest
 
 from ray_lance_stream.checkpoint import FILE_NAME, locate, read_streams, write_streams
+from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import StateError, StateMismatchError
 from ray_lance_stream.plan import OrderSpec, TableIdentity
-from ray_lance_stream.state import Provenance, SplitCounts, StreamState
+from ray_lance_stream.state import Provenance, StreamState
 
 LOCAL = pafs.LocalFileSystem()
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
 from ray_lance_stream.plan import OrderSpec, TableIdentity
 from ray_lance_stream.state import (
     OVERRIDABLE_FIELDS,
     Provenance,
-    SplitCounts,
     StreamState,
     check_overrides,
     merge_state_dicts,

@@ -20,8 +20,8 @@ from ray_lance_stream.cluster.manager import StateManager
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.source import RaySource, _call
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
+from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import StreamClosedError
-from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import RunProgress
@@ -175,7 +175,7 @@ class RayLink:
         del config, seat
         return None
 
-    def opened(self, shard: StreamShard) -> None:
+    def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:

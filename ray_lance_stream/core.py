@@ -1,0 +1,244 @@
+"""What a shard is between batches: where it stands, its state, and its life from opening to closing."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.errors import StateError, StreamClosedError, explain
+from ray_lance_stream.link import Link
+from ray_lance_stream.plan import SplitLayout
+from ray_lance_stream.position import Position
+from ray_lance_stream.reader import BlockReader
+from ray_lance_stream.request import PlanHandle
+from ray_lance_stream.source import BlockSource
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.stats import ShardStats
+from ray_lance_stream.topology import Replica, Seat, StepPlan
+
+if TYPE_CHECKING:
+    from ray_lance_stream.batches import BatchIterator
+
+S = TypeVar("S", bound="ShardCore")
+
+
+class ShardCore:
+    """The part of :class:`~ray_lance_stream.shard.StreamShard` that hands out nothing."""
+
+    def __init__(self, config: StreamConfig, seat: Seat, link: Link) -> None:
+        seat.replica.owned_splits(config.order.num_splits)  # more replicas than splits fails here, on the driver
+        self._config = config
+        self._seat = seat
+        self._link = link
+        self._lock = threading.RLock()
+        self._source: BlockSource | None = None
+        self._closed = False
+        self._iterating: weakref.ref[BatchIterator[Any]] | None = None
+        self._position = Position.start(config)
+        self._handle: PlanHandle | None = None
+        self._reader: BlockReader | None = None
+        self.loss_scale = 1.0
+        self.is_step_end = True
+        self._rows = self._batches = self._retries = 0
+        self._wait_s = self._train_s = 0.0
+
+    # ------------------------------------------------------------------ where it stands
+
+    @property
+    def name(self) -> str:
+        """The stream's name in the run."""
+        return self._seat.name
+
+    @property
+    def seat(self) -> Seat:
+        """This worker's place in the run."""
+        return self._seat
+
+    @property
+    def link(self) -> Link:
+        """What connects the shard to its run."""
+        return self._link
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def replica(self) -> Replica:
+        """The data-parallel group member this shard feeds."""
+        return self._seat.replica
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that iterating yields next, or is yielding; counted from 0."""
+        self._open()
+        return self._position.epoch
+
+    @property
+    def step(self) -> int:
+        """Steps of this epoch that are finished, the one that ends with the last batch included."""
+        return self._steps().step_of(self._position.cycle + self._steps().cycles_per_step - 1)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole epoch, on all replicas."""
+        return self._steps().end_cycle * self._config.order.num_splits
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows of the table (after the filter) that this epoch leaves out: N mod S, and ``drop_last``."""
+        return self._open_plan().num_rows - self.num_rows
+
+    def __len__(self) -> int:
+        """Returns the number of steps in an epoch."""
+        return self._steps().num_steps
+
+    def __repr__(self) -> str:
+        seat = self._seat
+        return f"StreamShard({seat.name!r}, replica {seat.replica.dp_rank} of {seat.replica.dp_size})"
+
+    def stats(self) -> ShardStats:
+        """Returns what this shard measured since it was opened."""
+        reader = self._reader
+        return ShardStats(
+            rows=self._rows,
+            batches=self._batches,
+            wait_s=self._wait_s,
+            train_s=self._train_s,
+            buffered_bytes=0 if reader is None else reader.buffered_bytes,
+            retries=self._retries + (0 if reader is None else reader.retries),
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def state(self) -> StreamState:
+        """Returns how far the trainer got; see :meth:`state_dict`."""
+        self._open()
+        return self._position.state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state after the last batch handed out: plain JSON types, equal on all replicas.
+
+        Batches that were prefetched do not count. Continues at any number of replicas.
+
+        Raises:
+            StateError: In the middle of a step that was cut into micro-batches.
+        """
+        return self.state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves the shard to a state: the next row is the one after it.
+
+        Raises:
+            StateError: It is damaged or was not taken at the end of a cycle.
+            StateMismatchError: It belongs to other data; the message names the field and the remedy.
+        """
+        loaded = StreamState.from_dict(state)
+        self._end_iteration("load_state_dict moved the shard; iterate anew")
+        with self._lock:
+            self._open(restore=False)
+            self._drop_reader()
+            self._move_to(loaded)
+
+    # ------------------------------------------------------------------ opening and closing
+
+    def _open(self, *, restore: bool = True) -> BlockSource:
+        with self._lock:
+            if self._closed:
+                raise StreamClosedError(f"{self!r} is closed; open the stream again")
+            if self._source is None:
+                config, seat = self._config, self._seat
+                source = self._link.open_source(config, seat)
+                try:
+                    state = self._link.restored_state(config, seat) if restore else None
+                    if restore and state is None and config.resume_states is not None:
+                        state = config.state_for(seat.name, config.resume_states, "passed as resume_from")
+                    self._source = source
+                    if state is None:
+                        self._open_plan()
+                    else:
+                        self._move_to(state)
+                except BaseException:
+                    self._source = None
+                    source.close()
+                    raise
+                self._link.opened(self)
+            return self._source
+
+    def _move_to(self, state: StreamState) -> None:
+        before = self._position, self._handle
+        self._position, self._handle = Position.resume(self._config, state), None
+        try:
+            steps = self._steps()
+            if self._position.cycle > steps.rows_per_split:
+                raise StateError(
+                    explain(
+                        "the state lies beyond the end of the epoch",
+                        found=f"{self._position.cycle} rows consumed of each split",
+                        expected=f"at most {steps.rows_per_split}",
+                        remedy="load the state as it was saved",
+                    )
+                )
+        except BaseException:
+            self._position, self._handle = before
+            raise
+
+    def _open_plan(self) -> PlanHandle:
+        """The plan of the epoch under way, opened once per epoch."""
+        source, spec = self._open(), self._position.plan_spec
+        if self._handle is None or self._handle.spec != spec:
+            self._handle = source.plan(spec)
+        return self._handle
+
+    def _steps_of(self, handle: PlanHandle) -> StepPlan:
+        layout = SplitLayout(num_rows=handle.num_rows, num_splits=handle.spec.order.num_splits)
+        return StepPlan(
+            num_splits=layout.num_splits,
+            rows_per_split=layout.rows_per_split,
+            global_batch_size=self._config.global_batch_size,
+            drop_last=self._config.drop_last,
+        )
+
+    def _steps(self) -> StepPlan:
+        return self._steps_of(self._open_plan())
+
+    def close(self) -> None:
+        """Ends the iteration under way, if any, and gives up everything the shard holds. May be repeated."""
+        self._end_iteration(f"{self!r} is closed; open the stream again")
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._drop_reader()
+            if self._source is not None:
+                self._source.close()
+        self._link.close()
+
+    def __enter__(self: S) -> S:
+        self._open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._source is not None:
+            raise TypeError("a StreamShard that is in use cannot be pickled; send the LanceStream instead")
+        return type(self), (self._config, self._seat, self._link)
+
+    def _end_iteration(self, why: str) -> None:
+        # Not under the lock: it joins the thread that makes batches, and a collate_fn may ask the shard something.
+        current = self._iterating() if self._iterating is not None else None
+        if current is not None:
+            current.close(why)
+
+    def _drop_reader(self) -> None:
+        if self._reader is not None:
+            self._retries += self._reader.retries
+            self._reader.interrupted.set()
+            self._reader.close()
+            self._reader = None
