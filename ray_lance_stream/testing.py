@@ -89,6 +89,7 @@ def global_batches(
         AssertionError: The replicas differ in steps, micro-batches or states, or their loss scales do not
             add up.
     """
+    options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "prefetch_batches": prefetch_batches}
     batches: list[GlobalBatch] = []
     with ExitStack() as stack:
         shards = [stack.enter_context(stream.open(rank=r, world_size=world_size)) for r in range(world_size)]
@@ -96,17 +97,9 @@ def global_batches(
             if state is not None:
                 shard.load_state_dict(state)
         for _ in range(epoch_count):
-            iterators = [
-                iter(shard.iter_batches(micro_batch_size=micro_batch_size, prefetch_batches=prefetch_batches))
-                for shard in shards
-            ]
-            while stop_after is None or len(batches) < stop_after:
-                batch = _next_step(shards, iterators, stream.config.order.num_splits)
-                if batch is None:
-                    break
+            iterators = [iter(shard.iter_batches(**options)) for shard in shards]
+            while len(batches) != stop_after and (batch := _next_step(shards, iterators, stream)) is not None:
                 batches.append(batch)
-            else:
-                return batches
     return batches
 
 
@@ -160,9 +153,7 @@ def check_resume_at_every_step(
     return expected
 
 
-def check_transform(
-    transform: Callable[..., Any], rows: pa.Table | pa.RecordBatch, *, seed: int = 0, epoch: int = 0
-) -> pa.Table:
+def check_transform(transform: Callable[..., Any], rows: pa.Table | pa.RecordBatch, *, seed: int = 0) -> pa.Table:
     """Checks that a transform treats every row alike, whatever rows share its batch and however often it runs.
 
     The rows are transformed in one batch, in the same batch again, one by one, in halves, and in reverse order,
@@ -172,14 +163,12 @@ def check_transform(
         transform: As for ``LanceStream``.
         rows: Some rows of the table.
         seed: The stream's seed, for the generators of the context.
-        epoch: The epoch, for the context.
 
     Returns:
         The transformed rows.
 
     Raises:
         AssertionError: A row came out differently; the message names it.
-        TransformError: The transform failed.
 
     Example:
         >>> def jitter(batch, ctx):
@@ -196,12 +185,12 @@ def check_transform(
         "in reverse order": [whole[::-1]],
     }
     wrapper = Transform(transform)
-    result = _transformed(wrapper, table, whole, seed, epoch)
+    result = _transformed(wrapper, table, whole, seed)
     expected = list(map(repr, result.to_pylist()))  # repr, not ==: NaN is NaN, and 0.0 is not -0.0
     for cut, parts in cuts.items():
         wrapper = Transform(transform)  # a class is built anew, as it is on every prefetcher
         for part in filter(None, parts):
-            found = cast_to(_transformed(wrapper, table, part, seed, epoch), result.schema)
+            found = cast_to(_transformed(wrapper, table, part, seed), result.schema)
             for row, values in zip(part, map(repr, found.to_pylist()), strict=True):
                 if values != expected[row]:
                     raise AssertionError(
@@ -212,7 +201,7 @@ def check_transform(
     return result
 
 
-def _next_step(shards: list[StreamShard], iterators: list[Iterator[Any]], num_splits: int) -> GlobalBatch | None:
+def _next_step(shards: list[StreamShard], iterators: list[Iterator[Any]], stream: LanceStream) -> GlobalBatch | None:
     """Advances every replica by one step; None at the common end of the epoch."""
     epoch = shards[0].epoch
     where = f"epoch {epoch}, step {shards[0].step + 1}, {len(shards)} replicas"
@@ -231,7 +220,7 @@ def _next_step(shards: list[StreamShard], iterators: list[Iterator[Any]], num_sp
             break
     if not math.isclose(scale, 1.0, rel_tol=1e-9):
         raise AssertionError(f"{where}: the loss scales add up to {scale}, not to 1")
-    widths = [len(shard.replica.owned_splits(num_splits)) for shard in shards]
+    widths = [len(shard.replica.owned_splits(stream.config.order.num_splits)) for shard in shards]
     return GlobalBatch(
         epoch=epoch,
         step=_common(f"{where}: step", [shard.step for shard in shards]),
@@ -304,9 +293,7 @@ def _difference(found: Any, expected: Any) -> str | None:
     return next((f"first in row {row}: {difference}" for row, difference in enumerate(rows) if difference), None)
 
 
-def _transformed(transform: Transform, table: pa.Table, rows: list[int], seed: int, epoch: int) -> pa.Table:
+def _transformed(transform: Transform, table: pa.Table, rows: list[int], seed: int) -> pa.Table:
     places = np.array(rows, dtype=np.int64)
-    context = TransformContext(
-        epoch=epoch, row_numbers=places, splits=np.zeros_like(places), positions=places, seed=seed
-    )
+    context = TransformContext(epoch=0, row_numbers=places, splits=0 * places, positions=places, seed=seed)
     return transform(table.take(places).combine_chunks().to_batches()[0], context)

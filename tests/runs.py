@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,30 +46,6 @@ def fit(
         ),
     )
     return trainer.fit()
-
-
-class Log:
-    """One file per worker process: what it was handed, step by step."""
-
-    def __init__(self, config: dict[str, Any], shard: Any) -> None:
-        self.context = ray.train.get_context()
-        self.rank, self.world = self.context.get_world_rank(), self.context.get_world_size()
-        self._shard = shard
-        self._file = open(f"{config['log']}/{config['name']}-{time.time_ns()}-{self.rank}.jsonl", "w")  # noqa: SIM115
-        self._ids: list[int] = []
-
-    def batch(self, epoch: int, ids: Any) -> None:
-        """Notes a batch; at a step's end writes the step."""
-        self._ids += [int(i) for i in ids]
-        if self._shard.is_step_end:
-            splits = len(self._shard.replica.owned_splits(self._shard._config.order.num_splits))
-            self.event(at=[epoch, self._shard.step], rank=self.rank, world=self.world, splits=splits, ids=self._ids)
-            self._ids = []
-
-    def event(self, **entry: Any) -> None:
-        """Writes anything else a test wants to know."""
-        self._file.write(json.dumps(entry | {"pid": os.getpid()}) + "\n")
-        self._file.flush()
 
 
 def read_log(storage: Path, name: str = "run") -> list[dict[str, Any]]:

@@ -1,0 +1,131 @@
+"""Training loops of the tests. Training workers import this module, so it imports little."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import Checkpoint
+
+from ray_lance_stream import report, save_state
+
+
+class Log:
+    """One file per worker process: what it was handed, step by step."""
+
+    def __init__(self, config: dict[str, Any], shard: Any) -> None:
+        self.context = ray.train.get_context()
+        self.rank, self.world = self.context.get_world_rank(), self.context.get_world_size()
+        self._shard = shard
+        self._file = open(f"{config['log']}/{config['name']}-{time.time_ns()}-{self.rank}.jsonl", "w")  # noqa: SIM115
+        self._ids: list[int] = []
+
+    def batch(self, epoch: int, ids: Any) -> None:
+        """Notes a batch; at a step's end writes the step."""
+        self._ids += [int(i) for i in ids]
+        if self._shard.is_step_end:
+            splits = len(self._shard.replica.owned_splits(self._shard._config.order.num_splits))
+            self.event(at=[epoch, self._shard.step], rank=self.rank, world=self.world, splits=splits, ids=self._ids)
+            self._ids = []
+
+    def event(self, **entry: Any) -> None:
+        """Writes anything else a test wants to know."""
+        self._file.write(json.dumps(entry | {"pid": os.getpid()}) + "\n")
+        self._file.flush()
+
+
+def checkpoint_of(content: dict[str, Any]) -> tuple[tempfile.TemporaryDirectory[str], Checkpoint]:
+    directory = tempfile.TemporaryDirectory()
+    Path(directory.name, "weights.json").write_text(json.dumps(content))
+    return directory, Checkpoint.from_directory(directory.name)
+
+
+def loop(config: dict[str, Any]) -> None:
+    """Logs what it is handed; reports after every step of ``report_at``; fails once where told."""
+    shard = ray.train.get_dataset_shard("train")
+    log = Log(config, shard)
+    log.event(start=[shard.epoch, shard.step], prefetchers=prefetchers_of(shard))
+    for epoch in range(shard.epoch, config.get("epochs", 2)):
+        for batch in shard.iter_batches(micro_batch_size=config.get("micro_batch_size")):
+            log.batch(epoch, batch["id"])
+            if not shard.is_step_end:
+                continue
+            if [epoch, shard.step] in config.get("report_at", []):
+                if log.rank == 0:
+                    directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
+                    with directory:
+                        report({"step": shard.step}, checkpoint)
+                else:
+                    report({"step": shard.step})
+            if config.get("fail_at") == [epoch, shard.step] and not os.path.exists(f"{config['log']}/failed"):
+                Path(config["log"], "failed").touch()
+                raise RuntimeError("a failure made by the test")
+
+
+def prefetchers_of(shard: Any) -> list[int]:
+    return sorted(pid for _, pid in ray.get(shard.link.session.coordinator.prefetchers.remote()))
+
+
+def report_apart(config: dict[str, Any]) -> None:
+    shard = ray.train.get_dataset_shard("train")
+    rank = ray.train.get_context().get_world_rank()
+    for _ in shard.iter_batches():
+        if shard.step == 2 + rank:
+            try:
+                report({"step": shard.step})
+            except Exception as error:
+                Path(config["log"], f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+                raise
+
+
+def lose_the_manager(config: dict[str, Any]) -> None:
+    shard = ray.train.get_dataset_shard("train")
+    log = Log(config, shard)
+    log.event(start=[shard.epoch, shard.step])
+    first = shard.step == 0
+    manager = shard.link.session.manager
+    for batch in shard.iter_batches():
+        log.batch(0, batch["id"])
+        if shard.step == 3 and first:
+            if log.rank == 0:
+                if config["how"] == "gone":
+                    ray.kill(manager, no_restart=True)
+                else:
+                    os.kill(ray.get(manager.pid.remote()), signal.SIGKILL)
+                directory, checkpoint = checkpoint_of({})
+                with directory:
+                    report({"step": 3}, checkpoint)
+            else:
+                report({"step": 3})
+            raise RuntimeError("a failure made by the test")
+
+
+def report_without_us(_: dict[str, Any]) -> None:
+    shard = ray.train.get_dataset_shard("train")
+    next(iter(shard.iter_batches()))
+    directory, checkpoint = checkpoint_of({})
+    with directory:
+        ray.train.report({"x": 1}, checkpoint)
+    raise RuntimeError("a failure made by the test")
+
+
+def two_streams(config: dict[str, Any]) -> None:
+    shard = ray.train.get_dataset_shard("train")
+    if config["ordinary"]:
+        rows = [row["id"] for row in ray.train.get_dataset_shard("extra").iter_rows()]
+        assert rows and all(isinstance(row, int) for row in rows)
+    log = Log(config, shard)
+    for batch in shard.iter_batches():
+        log.batch(0, batch["id"])
+        if shard.step == 2:
+            with tempfile.TemporaryDirectory() as directory:
+                save_state(directory)  # for loops whose own callbacks report
+                ray.train.report({"x": 1}, Checkpoint.from_directory(directory))
+            break
