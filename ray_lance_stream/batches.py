@@ -109,7 +109,7 @@ class BatchOptions:
         self._check_sizes(steps, replica, position)
 
     def _check_sizes(self, steps: StepPlan, replica: Replica, position: Position) -> None:
-        lengths = {len(steps.cycles(step)) for step in (0, steps.num_steps - 1)} if steps.num_steps else set()
+        lengths = {len(steps.cycles(step)) for step in (0, steps.num_steps - 1)}
         if position.cycle < steps.end_cycle:
             lengths.add(len(steps.rest_of_step(position.cycle)))
         for num_cycles in lengths:

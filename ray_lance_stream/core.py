@@ -75,13 +75,13 @@ class ShardCore:
     @property
     def epoch(self) -> int:
         """The epoch that iterating yields next, or is yielding; counted from 0."""
-        self._open()
-        return self._position.epoch
+        return self._here().epoch
 
     @property
     def step(self) -> int:
         """Steps of this epoch that are finished, the one that ends with the last batch included."""
-        return self._steps().step_of(self._position.cycle + self._steps().cycles_per_step - 1)
+        cycles_per_step = self._config.global_batch_size // self._config.order.num_splits
+        return -(-self._here().cycle // cycles_per_step)
 
     @property
     def num_rows(self) -> int:
@@ -116,9 +116,13 @@ class ShardCore:
     # ------------------------------------------------------------------ state
 
     def state(self) -> StreamState:
-        """Returns how far the trainer got; see :meth:`state_dict`."""
-        self._open()
-        return self._position.state()
+        """Returns how far the trainer got; see :meth:`state_dict`. A shard that was used and closed still knows."""
+        return self._here().state()
+
+    def _here(self) -> Position:
+        if not (self._closed and self._handle is not None):
+            self._open()
+        return self._position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last batch handed out: plain JSON types, equal on all replicas.

@@ -62,7 +62,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **k
 
 def _gather(*, barrier: bool) -> tuple[Streams, int | None]:
     """Returns the states of all streams, and this rank if they are its own and not merged."""
-    opened = {name: shard for name, shard in open_shards.items() if not shard.closed}
+    opened = dict(open_shards)  # those already closed, too: their last state belongs to the run
     in_worker = any(isinstance(shard.link, TrainLink) for shard in opened.values()) or _in_train_worker()
     carried = (start_checkpoint()[0] or {}) if in_worker else {}
     streams: Streams = dict(carried)

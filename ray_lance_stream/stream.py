@@ -126,7 +126,13 @@ class LanceStream:
         if filter is not None:
             opened.check_filter(filter)
         elif resume_from is None:  # a state may name an older version that has rows
-            SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
+            layout = SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
+            StepPlan(
+                num_splits=num_splits,
+                rows_per_split=layout.rows_per_split,
+                global_batch_size=global_batch_size,
+                drop_last=drop_last,
+            )
         self._config = StreamConfig(
             stream_id=uuid.uuid4().hex[:12],
             identity=opened.identity,

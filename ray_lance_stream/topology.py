@@ -80,6 +80,15 @@ class StepPlan:
                     remedy=f"pass {' or '.join(map(str, nearest))}",
                 )
             )
+        if not self.num_steps:
+            raise ConfigError(
+                explain(
+                    "drop_last leaves no step in the epoch",
+                    found=f"{self.rows_per_split} cycles, of which a step takes {self.cycles_per_step}",
+                    expected="at least one whole step",
+                    remedy="pass drop_last=False or a smaller global_batch_size",
+                )
+            )
 
     @property
     def cycles_per_step(self) -> int:

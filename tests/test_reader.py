@@ -107,7 +107,7 @@ def in_thread(read: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
         except BaseException as error:
             out.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread, out
 

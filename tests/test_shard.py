@@ -198,6 +198,13 @@ def test_waiting_is_told_from_training(tables: Tables) -> None:
     assert stats.wait_share < 0.9
 
 
+def test_each_worker_gets_an_equal_part_of_the_budget(tables: Tables) -> None:
+    prefetch = PrefetchConfig(max_buffer_bytes=9000, block_bytes=500)
+    with tables.stream(500, num_splits=6, global_batch_size=6, prefetch=prefetch).open(world_size=3) as shard:
+        buffered = [shard.stats().buffered_bytes for _ in shard.iter_batches(prefetch_batches=0)]
+    assert 1500 < max(buffered) < 1.1 * 9000 / 3  # what is asked for is estimated until it is here
+
+
 # --- iterating again ---------------------------------------------------------------------------------------
 
 
@@ -388,7 +395,7 @@ def test_close_from_another_thread_ends_a_loop_at_any_moment(tables: Tables, pre
             except BaseException as error:
                 out.append(error)
 
-        thread = threading.Thread(target=loop)
+        thread = threading.Thread(target=loop, daemon=True)
         thread.start()
         started.wait(10)
         time.sleep(attempt * 0.003)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ray_lance_stream.errors import ConfigError
@@ -59,6 +59,7 @@ def test_replicas_are_checked(rank: Any, size: Any) -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 64), st.integers(1, 500), st.integers(1, 600), st.booleans())
 def test_steps_cover_every_cycle_once(splits: int, length: int, per_step: int, drop_last: bool) -> None:
+    assume(length >= per_step or not drop_last)
     plan = StepPlan(num_splits=splits, rows_per_split=length, global_batch_size=splits * per_step, drop_last=drop_last)
     steps = [plan.cycles(step) for step in range(plan.num_steps)]
     end = length // per_step * per_step if drop_last else length
@@ -80,8 +81,8 @@ def test_a_short_last_step() -> None:
     assert plan.rest_of_step(9) == range(9, 10)
     dropped = StepPlan(num_splits=4, rows_per_split=10, global_batch_size=16, drop_last=True)
     assert (dropped.num_steps, dropped.end_cycle) == (2, 8)
-    none_left = StepPlan(num_splits=4, rows_per_split=3, global_batch_size=16, drop_last=True)
-    assert (none_left.num_steps, none_left.end_cycle) == (0, 0)
+    with pytest.raises(ConfigError, match="drop_last leaves no step"):
+        StepPlan(num_splits=4, rows_per_split=3, global_batch_size=16, drop_last=True)
 
 
 def test_steps_outside_the_epoch() -> None:
