@@ -359,15 +359,16 @@ def test_close_ends_an_iteration_that_someone_still_holds(tables: Tables, prefet
 def test_a_closed_shard_says_so_and_may_be_closed_again(tables: Tables) -> None:
     with tables.stream().open() as shard:
         batches = shard.iter_batches()
+        next(iter(batches))
     assert shard.closed
+    # What it was handed last stays known, for a checkpoint after the loop.
+    assert (shard.epoch, shard.step, shard.state_dict()["samples_consumed_per_split"]) == (0, 1, [2] * 4)
     shard.close()
     uses: list[Callable[[], Any]] = [
         lambda: iter(shard),
         lambda: next(iter(batches)),
-        lambda: shard.epoch,
-        lambda: shard.step,
         lambda: len(shard),
-        shard.state_dict,
+        lambda: shard.load_state_dict(shard.state_dict()),
         shard.iter_batches,
         shard.__enter__,
     ]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import Tables
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, StateError, TableVersionError, TransformError
@@ -80,6 +80,7 @@ def test_order_and_coverage_of_any_stream(tables: Tables, data: st.DataObject) -
     q = draw(st.integers(1, 4), label="q")
     world_size = draw(st.integers(1, splits), label="replicas")
     shuffle, drop_last = draw(st.booleans(), label="shuffle"), draw(st.booleans(), label="drop_last")
+    assume(count // splits >= q or not drop_last)  # refused: no step would be left
     stream = tables.stream(
         rows,
         num_splits=splits,
@@ -248,6 +249,7 @@ def locked(lock: Any, batch: pa.RecordBatch) -> pa.RecordBatch:
         ({"global_batch_size": 10}, ["global_batch_size=10", "num_splits=4", "pass 8 or 12"]),
         ({"global_batch_size": 3}, ["global_batch_size=3", "pass 4"]),
         ({"global_batch_size": 0}, ["global_batch_size", "Found: 0"]),
+        ({"global_batch_size": 52, "drop_last": True}, ["drop_last leaves no step", "12 cycles"]),
         ({"shuffle_seed": -1}, ["shuffle_seed", "Found: -1", "64 bits"]),
         ({"shuffle_seed": 2**64}, ["shuffle_seed", f"Found: {2**64}"]),
         ({"shuffle_seed": "7"}, ["shuffle_seed", "'7'"]),
