@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,16 @@ def weights_after_an_epoch(stream: LanceStream, world_size: int, micro_batch_siz
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """For a model this small, threads that wait for each other take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
 def test_training_gives_the_same_weights_on_1_5_or_8_replicas_with_and_without_accumulation(tables: Tables) -> None:
     stream = tables.stream(131, num_splits=12, global_batch_size=36)
     reference = weights_after_an_epoch(stream, 1, None)
