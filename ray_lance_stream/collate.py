@@ -230,3 +230,23 @@ def to_pandas(parts: Sequence[pa.Table]) -> Any:
     for name, array in to_numpy([part.select(arrays) for part in parts]).items():
         frame[name] = list(array) if array.ndim > 1 else array
     return frame[table.column_names]
+
+
+def move(batch: Any, device: str | torch.device | None) -> Any:
+    """Returns what a user's ``collate_fn`` made with its tensors on a device; None leaves it as it is.
+
+    Looks into dicts, lists and tuples; a named tuple stays one.
+    """
+    if device is None:
+        return batch
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=batch.is_pinned())
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(move(value, device) for value in batch)
+    return batch

@@ -80,8 +80,10 @@ class ShardCore:
     @property
     def step(self) -> int:
         """Steps of this epoch that are finished, the one that ends with the last batch included."""
-        cycles_per_step = self._config.global_batch_size // self._config.order.num_splits
-        return -(-self._here().cycle // cycles_per_step)
+        position = self._here()
+        return (self._steps_of(self._handle) if self._closed and self._handle else self._steps()).steps_done(
+            position.cycle
+        )
 
     @property
     def num_rows(self) -> int:

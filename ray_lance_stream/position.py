@@ -20,6 +20,9 @@ class Position:
         cycle: Cycles of the epoch in finished steps.
         micro_done: Micro-batches handed out of the step under way, 0 between steps.
         micro_batch_size: How the step under way is cut.
+        has_moved: Whether this process handed out batches since the position was loaded. At the end of an
+            epoch it decides what iterating gives: the empty remainder after a resume, so that the code at
+            the end of the epoch runs once; else the next epoch.
     """
 
     provenance: Provenance
@@ -27,6 +30,7 @@ class Position:
     cycle: int = 0
     micro_done: int = 0
     micro_batch_size: int | None = None
+    has_moved: bool = False
 
     @classmethod
     def start(cls, config: StreamConfig) -> Position:

@@ -42,14 +42,11 @@ class _Block:
     stop: int
     future: Future[pa.Table]
     asked_at: float
-    estimate: float  # bytes, until the block is here
+    num_bytes: float  # an estimate, until the block is here
     attempt: int = 1
     retry_at: float | None = None
+    error: BaseException | None = None  # final; raised when the block is wanted
     table: pa.Table | None = field(default=None, repr=False)
-
-    @property
-    def num_bytes(self) -> float:
-        return self.estimate if self.table is None else self.table.nbytes
 
 
 class BlockReader:
@@ -137,7 +134,7 @@ class BlockReader:
                     stop=stop,
                     future=self._request(start, stop),
                     asked_at=time.monotonic(),
-                    estimate=(stop - start) * self._bytes_per_cycle,
+                    num_bytes=(stop - start) * self._bytes_per_cycle,
                 )
             )
             self._next_cycle = stop
@@ -169,6 +166,11 @@ class BlockReader:
     def _wait(self, wanted: _Block) -> pa.Table:
         began = time.perf_counter()
         while not self._arrived(wanted):
+            if wanted.error is not None:
+                error, wanted.error = wanted.error, None
+                wanted.asked_at = wanted.retry_at = time.monotonic()  # should it be wanted again
+                wanted.attempt = 0
+                raise error
             self._pause(wanted)
             self._check_open()
             if self.interrupted.is_set():
@@ -193,7 +195,7 @@ class BlockReader:
         """Takes in the blocks that arrived and sends failed requests again."""
         now = time.monotonic()
         for block in list(self._blocks):
-            if block.table is not None:
+            if block.table is not None or block.error is not None:
                 continue
             if block.retry_at is not None:
                 if now >= block.retry_at:
@@ -208,13 +210,15 @@ class BlockReader:
         error = block.future.exception()
         if error is None:
             block.table = block.future.result()
+            block.num_bytes = block.table.nbytes
             # Later estimates follow what rows really weigh, so that the budget holds for skewed data.
-            self._bytes_per_cycle = max(1.0, block.table.nbytes / (block.stop - block.start))
+            self._bytes_per_cycle = max(1.0, block.num_bytes / (block.stop - block.start))
             return
         delay_s = self._source.retry_delay_s(error, block.attempt, now - block.asked_at)
         if delay_s is None:
-            raise self._final_error(block, error)
-        block.retry_at = now + delay_s
+            block.error = self._final_error(block, error)
+        else:
+            block.retry_at = now + delay_s
 
     def _final_error(self, block: _Block, error: BaseException) -> BaseException:
         cause = getattr(error, "cause", None)

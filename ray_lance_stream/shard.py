@@ -118,7 +118,8 @@ class StreamShard(ShardCore):
             micro_batch_size: See :meth:`iter_batches`.
             dtypes: One dtype for all numeric columns, or one by column name.
             device: Where tensors go; "auto" is the worker's training device, the CPU outside Ray Train.
-            collate_fn: Called with the batch as a dict of numpy arrays; what it returns is yielded.
+            collate_fn: Called with the batch as a dict of numpy arrays; what it returns is yielded, tensors
+                in it (also in dicts, lists and tuples) moved to ``device``.
             pin_memory: Allocate batches in page-locked memory, for faster copies to a GPU.
             drop_last: See :meth:`iter_batches`.
             local_shuffle_buffer_size: See :meth:`iter_batches`.
@@ -142,9 +143,9 @@ class StreamShard(ShardCore):
         )
 
         def convert(parts: Parts) -> Any:
-            if collate_fn is not None:
-                return collate_fn(collate.to_numpy(parts, copy=not zero_copy))
             target = self._link_device() if device == "auto" else device
+            if collate_fn is not None:
+                return collate.move(collate_fn(collate.to_numpy(parts, copy=not zero_copy)), target)
             return collate.to_torch(parts, dtypes=dtypes, device=target, pin_memory=pin_memory, copy=not zero_copy)
 
         return self._batches_of(convert, options)
@@ -162,6 +163,8 @@ class StreamShard(ShardCore):
         return Batches(self, convert, options)
 
     def _run(self, convert: Convert[T], options: BatchOptions) -> Generator[T, None, None]:
+        if self._position.has_moved and self._position.cycle >= self._steps().end_cycle:
+            self._finish_epoch()  # the loop was left with the epoch's last batch
         steps, position = self._steps(), self._position
         options.check(steps, self.replica, position, drop_last=self._config.drop_last)  # time has passed
         position.micro_batch_size = options.micro_batch_size
@@ -198,13 +201,13 @@ class StreamShard(ShardCore):
         """Advances the state: the trainer gets this batch now."""
         position = self._position
         if item.micro_index == 0:
-            step = steps.step_of(item.end_cycle - 1) + 1
-            self._link.announce(self._seat, step, position.state_after(item.end_cycle))
+            self._link.announce(self._seat, steps.steps_done(item.end_cycle), position.state_after(item.end_cycle))
         self.loss_scale, self.is_step_end = item.loss_scale, item.is_step_end
         if item.is_step_end:
             position.cycle, position.micro_done = item.end_cycle, 0
         else:
             position.micro_done = item.micro_index + 1
+        position.has_moved = True
         self._rows += item.rows
         self._batches += 1
 

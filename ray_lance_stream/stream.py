@@ -108,6 +108,15 @@ class LanceStream:
             order=order,
         )
         StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # checks both
+        if not isinstance(drop_last, bool) or not isinstance(prefetch, (PrefetchConfig, type(None))):
+            raise ConfigError(
+                explain(
+                    "drop_last or prefetch is not valid",
+                    found=f"drop_last={drop_last!r}, prefetch={prefetch!r}",
+                    expected="True or False, and a PrefetchConfig",
+                    remedy="pass prefetch=PrefetchConfig(num_actors=...)",
+                )
+            )
         if version is not None:
             require_int("version", version, minimum=1, remedy="pass a version of the table, or leave it out")
         # Imported here: Ray Train's controller unpickles streams, and has no use for Lance.
@@ -296,7 +305,7 @@ def _resume_states(resume_from: object, on_missing_state: str) -> Streams | None
         raise StateError(
             explain(
                 "resume_from is not a state",
-                found=f"a {type(resume_from).__name__}",
+                found=f"an object of type {type(resume_from).__name__}",
                 expected="a checkpoint's path or URI, a ray.train.Checkpoint, or a state dict",
                 remedy="pass one of these",
             )

@@ -111,6 +111,10 @@ class StepPlan:
         """Returns the step a cycle belongs to."""
         return cycle // self.cycles_per_step
 
+    def steps_done(self, cycle: int) -> int:
+        """Returns how many steps are finished once the first ``cycle`` cycles have been handed out."""
+        return self.num_steps if cycle >= self.end_cycle else cycle // self.cycles_per_step
+
     def cycles(self, step: int) -> range:
         """Returns the cycles of a step."""
         if not 0 <= step < self.num_steps:

@@ -21,16 +21,22 @@ ROOT = Path(errors.__file__).parent
 
 # A module imports only modules that stand before it. A new module takes its place here.
 ORDER = (
+    # Numbers in, numbers out.
     "errors",
     "permutation",
     "plan",
     "topology",
+    "counts",
     "state",
+    # Lance rows to Arrow blocks.
     "request",
+    "rownumbers",
     "table",
+    "location",
     "columns",
     "transform",
     "block",
+    # Blocks to batches.
     "stats",
     "config",
     "layout",
@@ -39,10 +45,13 @@ ORDER = (
     "source",
     "reader",
     "checkpoint",
-    "link",
     "position",
+    "link",
+    "core",
+    "local",
     "batches",
     "shard",
+    # Ray.
     "cluster.__init__",
     "cluster.parcel",
     "cluster.leases",
@@ -52,21 +61,25 @@ ORDER = (
     "cluster.manager",
     "cluster.source",
     "cluster.session",
-    "stream",
+    "trainlink",
+    "saving",
     "train",
+    "stream",
     "testing",
     "__init__",
 )
-PURE = ("errors", "permutation", "plan", "topology", "state")
-ROWS_TO_BLOCKS = ("request", "table", "columns", "transform", "block", "stats")
-# Ray's side: these may import it. `stream` may only when it is used, so that a recipe needs no Ray.
-RAY_MODULES = ("train", "stream", "__init__")
+PURE = ("errors", "permutation", "plan", "topology", "counts", "state")
+ROWS_TO_BLOCKS = ("request", "rownumbers", "table", "location", "columns", "transform", "block")
+RAY_MODULES = ("trainlink", "saving", "train", "stream")  # and cluster/
+# Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
+# would start seconds later and hold its threads.
+LANCE_MODULES = {"rownumbers", "table", "location", "block", "local"}
 HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
 
 # Imports against the order, with the reason. Each must still exist, and must not be at module level.
 AGAINST_THE_ORDER = {
-    ("stream", "train", "function"): "LanceStream.run needs Ray Train, which a recipe does not",
-    ("link", "shard", "typing"): "names a type only",
+    ("link", "core", "typing"): "names a type only",
+    ("core", "batches", "typing"): "names a type only",
     ("batches", "shard", "typing"): "names a type only",
 }
 
@@ -193,12 +206,8 @@ def test_rows_to_blocks_needs_neither_torch_nor_ray(name: str) -> None:
     "name", [name for name in FILES if not name.startswith("cluster.") and name not in RAY_MODULES]
 )
 def test_ray_stays_on_its_side(name: str) -> None:
-    assert "ray" not in third_party(name), "only cluster/, stream.py and train.py know Ray"
+    assert "ray" not in third_party(name), "only cluster/ and the modules named above know Ray"
     assert "torch" not in third_party(name, "module"), "torch is imported where a tensor is made"
-
-
-def test_a_recipe_needs_no_ray() -> None:
-    assert "ray" not in third_party("stream", "module")
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("cluster.")])
@@ -206,30 +215,54 @@ def test_actors_need_no_torch(name: str) -> None:
     assert "torch" not in third_party(name)
 
 
-def test_only_table_knows_lance() -> None:
-    users = {name for name in FILES if third_party(name) & {"lance", "lancedb"}}
-    assert users == {"table"}
+def loaded_with(name: str) -> set[str]:
+    """Returns the modules of this package that importing one loads at once, itself included."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            needs = (internal(item) for item in IMPORTS if item.importer == module and item.where == "module")
+            waiting += [target for target in needs if target is not None]
+    return found
 
 
-LOAD = """
-import importlib, sys, types
-package = types.ModuleType("{package}")  # in place of __init__, which imports everything
-package.__path__ = [{root!r}]
-sys.modules["{package}"] = package
-for name in {names!r}:
-    importlib.import_module("{package}." + name)
-print(sorted(set({forbidden!r}) & set(sys.modules)))
-"""
+@pytest.mark.parametrize("name", [name for name in FILES if name not in LANCE_MODULES])
+def test_lance_stays_out_of_trainers_and_controllers(name: str) -> None:
+    assert not third_party(name) & {"lance", "lancedb"}
+    assert not loaded_with(name) & LANCE_MODULES
+
+
+def test_the_package_itself_loads_nothing() -> None:
+    assert loaded_with("__init__") == {"__init__"}
+
+
+def test_the_package_says_the_same_to_python_and_to_type_checkers() -> None:
+    tree = ast.parse(FILES["__init__"].read_text())
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.")
+        for alias in node.names
+    }
+    homes = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"
+    )
+    assert typed == {name: f"{PACKAGE}.{module}" for name, module in homes.items()}
+    for name, module in homes.items():
+        assert f" {name}" in FILES[module].read_text()
 
 
 @pytest.mark.parametrize(
-    ("names", "forbidden"),
-    [(PURE, sorted(HEAVY)), (ROWS_TO_BLOCKS, ["ray", "torch"])],
-    ids=["pure", "rows to blocks"],
+    ("names", "forbidden"), [(PURE, HEAVY), (ROWS_TO_BLOCKS, {"ray", "torch"})], ids=["pure", "rows to blocks"]
 )
-def test_loading_a_layer_loads_nothing_heavier(names: tuple[str, ...], forbidden: list[str]) -> None:
-    """What the ast cannot see: an import through another package."""
-    script = LOAD.format(package=PACKAGE, root=str(ROOT), names=names, forbidden=forbidden)
+def test_loading_a_layer_loads_nothing_heavier(names: tuple[str, ...], forbidden: set[str]) -> None:
+    """What the ast cannot see: an import through another package, or through the package itself."""
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in names)
+    script = f"import sys, {modules}; print(sorted({forbidden!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Tables, stream_threads
 
-from ray_lance_stream import ConfigError, PrefetchConfig, StateError, StreamClosedError, StreamShard
+from ray_lance_stream import ConfigError, PrefetchConfig, StateError, StreamClosedError, StreamShard, TransformError
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 TINY = PrefetchConfig(block_bytes=1, max_buffer_bytes=1)
@@ -225,14 +225,37 @@ def test_after_a_break_iterating_again_continues_with_the_next_row(tables: Table
         assert shard.epoch == 1
 
 
-def test_leaving_at_the_last_batch_leaves_an_empty_rest_and_then_a_new_epoch(tables: Tables) -> None:
+def test_leaving_with_the_last_batch_goes_on_with_the_next_epoch(tables: Tables) -> None:
     with tables.stream().open() as shard:
         first = [batch["id"].tolist() for _, batch in zip(range(len(shard)), shard.iter_batches(), strict=False)]
         assert (shard.epoch, shard.step) == (0, len(shard))
-        assert list(shard.iter_batches()) == []
+        end = shard.state_dict()
         second = [batch["id"].tolist() for batch in shard.iter_batches()]
     assert first != second
+    with tables.stream().open() as shard:  # after a resume the code at the end of the epoch runs once
+        shard.load_state_dict(end)
+        assert list(shard.iter_batches()) == []
+        assert [batch["id"].tolist() for batch in shard.iter_batches()] == second
     assert len(first) == len(second) == 6
+
+
+def test_a_bad_row_far_ahead_does_not_keep_back_the_good_ones_before_it(tables: Tables) -> None:
+    with tables.stream().open() as shard:
+        want = [batch["id"].tolist() for batch in shard.iter_batches()]
+
+    def fail_late(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if want[4][0] in batch["id"].to_pylist():
+            raise ValueError("a bad row")
+        return batch
+
+    small = PrefetchConfig(block_bytes=1)
+    with tables.stream(transform=fail_late, prefetch=small).open() as shard:
+        got = []
+        for _ in range(2):  # asked for again, it fails again
+            with pytest.raises(TransformError, match="a bad row"):
+                for batch in shard.iter_batches(prefetch_batches=2):
+                    got.append(batch["id"].tolist())
+    assert got == want[:4]
 
 
 def test_the_cut_of_a_step_under_way_cannot_change(tables: Tables) -> None:
