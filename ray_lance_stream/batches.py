@@ -133,8 +133,26 @@ def _share(steps: StepPlan, replica: Replica, num_cycles: int, micro_batch_size:
     )
 
 
+def batches_left(steps: StepPlan, replica: Replica, position: Position, micro_batch_size: int | None) -> int:
+    """Returns how many batches, micro-batches counted, lie between a position and the end of its epoch."""
+    if position.cycle >= steps.end_cycle:
+        return 0
+
+    def batches(cycles: range) -> int:
+        return _share(steps, replica, len(cycles), micro_batch_size).num_micro_batches
+
+    current, last = steps.rest_of_step(position.cycle), steps.num_steps - 1
+    left = batches(current) - position.micro_done
+    if current.stop < steps.end_cycle:
+        left += batches(steps.cycles(0)) * (last - steps.step_of(current.stop)) + batches(steps.cycles(last))
+    return left
+
+
 class Batches(Generic[T]):
-    """The rest of a shard's current epoch; each ``iter()`` continues where the shard stands."""
+    """The rest of a shard's current epoch; each ``iter()`` continues where the shard stands.
+
+    ``len()`` is the number of batches, micro-batches counted, that the next ``iter()`` yields.
+    """
 
     def __init__(self, shard: StreamShard, convert: Convert[T], options: BatchOptions) -> None:
         self._shard = shard
@@ -143,6 +161,9 @@ class Batches(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         return BatchIterator(self._shard, self._shard._run(self._convert, self._options))
+
+    def __len__(self) -> int:
+        return self._shard._num_batches_left(self._options.micro_batch_size)
 
 
 class BatchIterator(Iterator[T]):
@@ -165,6 +186,12 @@ class BatchIterator(Iterator[T]):
             shard._train_s += began - self._returned_at
         try:
             return next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            # The generator is over now; its StopIteration would look like the end of the epoch.
+            self._ended = self._ended or f"this iteration ended with {type(error).__name__}; iterate anew to go on"
+            raise
         finally:
             self._returned_at = time.perf_counter()
             shard._wait_s += self._returned_at - began

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -67,7 +68,12 @@ class BlockBuilder:
             StateMismatchError: The version holds other data than the spec says.
             ConfigError: Fewer rows than splits, an unknown column, a filter that cannot be read.
             TransformError: The transform fails on the first rows.
+            OSError: The storage; without the values of ``storage_options``.
         """
+        with self._without_secrets():
+            return self._open_plan(spec)
+
+    def _open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
         table = self._table(spec)
         matching = None if spec.order.filter is None else table.matching_rows(spec.order.filter)
         num_rows = table.num_rows if matching is None else len(matching)
@@ -91,10 +97,14 @@ class BlockBuilder:
             handle: The plan.
             ranges: Which rows.
             resolve_rows: Turns ``handle.matching_rows`` into an array; called once per plan.
+
+        Raises:
+            OSError: The storage; without the values of ``storage_options``.
         """
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
-        table, stats = self._build(plan, ranges)
+        with self._without_secrets():
+            table, stats = self._build(plan, ranges)
         return cast_to(table, handle.schema), stats
 
     def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None) -> pa.Table:
@@ -127,6 +137,16 @@ class BlockBuilder:
     def open_table(self, version: int) -> PinnedTable:
         """Opens a version of the table, or finds it open."""
         return self._tables.get(version, lambda: self._recipe.table.open(version))
+
+    @contextmanager
+    def _without_secrets(self) -> Iterator[None]:
+        """Object stores quote URLs and headers in their errors, and errors travel to logs."""
+        try:
+            yield
+        except OSError as error:
+            if self._recipe.table.shown(error) is not None:
+                raise
+            raise OSError(self._recipe.table.without_secrets(str(error))) from None
 
     def _table(self, spec: PlanSpec) -> PinnedTable:
         table = self.open_table(spec.table.version)

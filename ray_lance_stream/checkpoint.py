@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +34,11 @@ def locate(path: str | Path) -> tuple[pafs.FileSystem, str]:
 
 
 def write_streams(
-    filesystem: pafs.FileSystem, directory: str, streams: Mapping[str, StreamState], rank: int | None = None
+    filesystem: pafs.FileSystem,
+    directory: str,
+    streams: Mapping[str, StreamState],
+    rank: int | None = None,
+    stamp: tuple[int, int] = (0, 0),
 ) -> None:
     """Writes the states of a run's streams, by name, into a checkpoint directory.
 
@@ -41,17 +47,21 @@ def write_streams(
         directory: The checkpoint directory; must exist on a local file system.
         streams: One state per stream.
         rank: None for the merged state of all replicas; a world rank for one replica's own.
+        stamp: (incarnation, number of the save): of the files in a directory that was used before, only those
+            with the largest stamp count.
     """
     content = {
         "kind": _KIND,
         "version": _VERSION,
+        "stamp": list(stamp),
         "streams": {name: state.to_dict(compact=True) for name, state in streams.items()},
     }
     name = FILE_NAME if rank is None else _RANK_FILE.format(rank=rank)
     data = json.dumps(content, indent=1, sort_keys=True).encode()
-    with filesystem.open_output_stream(f"{directory}/{name}.part") as out:
+    part = f"{directory}/{name}.{uuid.uuid4().hex[:8]}.part"  # ranks may write into one shared directory
+    with filesystem.open_output_stream(part) as out:
         out.write(data)
-    filesystem.move(f"{directory}/{name}.part", f"{directory}/{name}")
+    filesystem.move(part, f"{directory}/{name}")
 
 
 def read_streams(filesystem: pafs.FileSystem, directory: str) -> Streams | None:
@@ -65,22 +75,32 @@ def read_streams(filesystem: pafs.FileSystem, directory: str) -> Streams | None:
     """
     info = filesystem.get_file_info(directory)
     if info.type == pafs.FileType.File:
-        return _read_file(filesystem, directory)
+        return _read_file(filesystem, directory).streams
     if info.type != pafs.FileType.Directory:
         return None
-    merged = f"{directory}/{FILE_NAME}"
-    if filesystem.get_file_info(merged).type == pafs.FileType.File:
-        return _read_file(filesystem, merged)
-    files = filesystem.get_file_info(pafs.FileSelector(directory))
-    ranks = sorted(f.path for f in files if f.base_name.startswith(_RANK_PREFIX) and f.base_name.endswith(".json"))
-    if not ranks:
+    names = sorted(f.base_name for f in filesystem.get_file_info(pafs.FileSelector(directory)))
+    ours = [n for n in names if n == FILE_NAME or (n.startswith(_RANK_PREFIX) and n.endswith(".json"))]
+    found = [_read_file(filesystem, f"{directory}/{name}") for name in ours]
+    if not found:
         return None
-    parts = [_read_file(filesystem, path) for path in ranks]
-    names = sorted({name for part in parts for name in part})
-    return {name: merge_states([part[name] for part in parts if name in part]) for name in names}
+    newest = max(content.stamp for content in found)
+    latest = [content for content in found if content.stamp == newest]
+    if latest[0].merged:  # sorts first
+        return latest[0].streams
+    streams = sorted({name for content in latest for name in content.streams})
+    return {name: merge_states([c.streams[name] for c in latest if name in c.streams]) for name in streams}
 
 
-def _read_file(filesystem: pafs.FileSystem, path: str) -> Streams:
+@dataclass(frozen=True)
+class _Content:
+    """What one of our files says."""
+
+    stamp: tuple[int, int]
+    merged: bool
+    streams: Streams
+
+
+def _read_file(filesystem: pafs.FileSystem, path: str) -> _Content:
     size = filesystem.get_file_info(path).size
     if size is not None and size > _MAX_BYTES:
         raise _damaged(path, f"{size} bytes, far more than a state has")
@@ -94,10 +114,14 @@ def _read_file(filesystem: pafs.FileSystem, path: str) -> Streams:
         raise _damaged(path, "JSON that this package did not write")
     if content.get("version") != _VERSION:
         raise _damaged(path, f"format version {shown(content.get('version'))}, this package reads {_VERSION}")
+    stamp = content.get("stamp")
+    if not isinstance(stamp, list) or len(stamp) != 2 or not all(type(part) is int for part in stamp):
+        raise _damaged(path, "no stamp that says when it was written")
     try:
-        return {str(name): StreamState.from_dict(state) for name, state in content["streams"].items()}
+        streams = {str(name): StreamState.from_dict(state) for name, state in content["streams"].items()}
     except StateError as error:
         raise StateError(f"{path}: {error}") from error
+    return _Content((stamp[0], stamp[1]), not path.rsplit("/", 1)[-1].startswith(_RANK_PREFIX), streams)
 
 
 def _damaged(path: str, found: str) -> StateError:

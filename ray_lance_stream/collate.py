@@ -21,6 +21,7 @@ A null is NaN in a float column and NaT in a timestamp column, None among object
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -189,8 +190,12 @@ def to_torch(
     wanted = _column_dtypes(dtypes, layouts)
     pinned = pin_memory and _can_pin()
 
+    # Memory is pinned by the current CUDA device; on a thread of ours that is the first one, not the worker's.
+    on_cuda = pinned and device is not None and torch.device(device).type == "cuda"
+
     def tensor(views: list[NDArray[Any]], layout: Layout) -> torch.Tensor:
-        out = _tensor(views, layout, wanted.get(layout.name), pinned, copy or pinned)
+        with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
+            out = _tensor(views, layout, wanted.get(layout.name), pinned, copy or pinned)
         return out if device is None else out.to(device, non_blocking=pinned)
 
     batch: dict[str, torch.Tensor | list[Any]] = {}
@@ -209,10 +214,23 @@ def to_torch(
     return batch
 
 
-def to_arrow(parts: Sequence[pa.Table]) -> pa.Table:
-    """Returns consecutive table slices as one table, without a copy: it keeps their blocks alive."""
+def to_arrow(parts: Sequence[pa.Table], *, copy: bool = True) -> pa.Table:
+    """Returns consecutive table slices as one table.
+
+    Args:
+        parts: At least one table; all of one schema.
+        copy: False returns a view, which keeps the whole blocks alive.
+    """
     layouts_of(parts)
-    return pa.concat_tables(parts)
+    table = pa.concat_tables(parts)
+    if not copy:
+        return table
+    # Through Arrow's stream format: unlike `take`, it copies dictionaries too, and of a slice only its rows.
+    memory = pa.BufferOutputStream()
+    with pa.ipc.new_stream(memory, table.schema) as writer:
+        writer.write_table(table)
+    own: pa.Table = pa.ipc.open_stream(memory.getvalue()).read_all()
+    return own
 
 
 def to_pandas(parts: Sequence[pa.Table]) -> Any:

@@ -41,7 +41,7 @@ class PrefetchConfig:
     num_cpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     label_selector: Mapping[str, str] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] | None = None
+    runtime_env: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold credentials
     max_buffer_bytes: int = 256 * MIB
     block_bytes: int = 16 * MIB
     placement_timeout_s: float = 60.0

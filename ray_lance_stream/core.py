@@ -35,7 +35,7 @@ class ShardCore:
         self._link = link
         self._lock = threading.RLock()
         self._source: BlockSource | None = None
-        self._closed = False
+        self._closed = self._warned_of_budget = False
         self._iterating: weakref.ref[BatchIterator[Any]] | None = None
         self._position = Position.start(config)
         self._handle: PlanHandle | None = None
@@ -145,24 +145,19 @@ class ShardCore:
         """
         loaded = StreamState.from_dict(state)
         self._end_iteration("load_state_dict moved the shard; iterate anew")
-        with self._lock:
-            self._open(restore=False)
-            self._drop_reader()
-            self._move_to(loaded)
+        self._open(at=loaded)
 
     # ------------------------------------------------------------------ opening and closing
 
-    def _open(self, *, restore: bool = True) -> BlockSource:
+    def _open(self, *, at: StreamState | None = None) -> BlockSource:
+        """Opens the source at first use, and moves: to ``at``, or to where the run is to go on."""
         with self._lock:
             if self._closed:
                 raise StreamClosedError(f"{self!r} is closed; open the stream again")
             if self._source is None:
-                config, seat = self._config, self._seat
-                source = self._link.open_source(config, seat)
+                source = self._link.open_source(self._config, self._seat)
                 try:
-                    state = self._link.restored_state(config, seat) if restore else None
-                    if restore and state is None and config.resume_states is not None:
-                        state = config.state_for(seat.name, config.resume_states, "passed as resume_from")
+                    state = self._stored_state() if at is None else at
                     self._source = source
                     if state is None:
                         self._open_plan()
@@ -173,7 +168,17 @@ class ShardCore:
                     source.close()
                     raise
                 self._link.opened(self)
+            elif at is not None:
+                self._drop_reader()
+                self._move_to(at)
             return self._source
+
+    def _stored_state(self) -> StreamState | None:
+        config, seat = self._config, self._seat
+        state = self._link.restored_state(config, seat)
+        if state is None and config.resume_states is not None:
+            state = config.state_for(seat.name, config.resume_states, "passed as resume_from")
+        return state
 
     def _move_to(self, state: StreamState) -> None:
         before = self._position, self._handle
@@ -215,17 +220,27 @@ class ShardCore:
     def close(self) -> None:
         """Ends the iteration under way, if any, and gives up everything the shard holds. May be repeated."""
         self._end_iteration(f"{self!r} is closed; open the stream again")
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._drop_reader()
-            if self._source is not None:
-                self._source.close()
-        self._link.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._give_up()  # not under the lock: ends the waiting of a thread that opens a plan under it
+            with self._lock:
+                self._give_up()  # what that thread made until then
+        finally:
+            self._link.close()
+
+    def _give_up(self) -> None:
+        self._drop_reader()
+        if self._source is not None:
+            self._source.close()
 
     def __enter__(self: S) -> S:
-        self._open()
+        try:
+            self._open()
+        except BaseException:
+            self.close()  # __exit__ will not be called
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -243,8 +258,8 @@ class ShardCore:
             current.close(why)
 
     def _drop_reader(self) -> None:
-        if self._reader is not None:
-            self._retries += self._reader.retries
-            self._reader.interrupted.set()
-            self._reader.close()
-            self._reader = None
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._retries += reader.retries
+            reader.interrupted.set()
+            reader.close()

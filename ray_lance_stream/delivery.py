@@ -66,4 +66,5 @@ def prefetch(items: Iterator[T], depth: int, interrupt: Callable[[], None]) -> G
         left.set()
         interrupt()
         room.release()
-        thread.join()
+        if thread is not threading.current_thread():  # the last reference may have been dropped there
+            thread.join()

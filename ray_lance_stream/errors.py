@@ -25,7 +25,7 @@ def shown(value: object, limit: int = 80) -> str:
     try:
         text = repr(value)
     except Exception:
-        return f"a {type(value).__name__} that cannot be shown"
+        return f"<{type(value).__name__} that cannot be shown>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pyarrow as pa
@@ -16,6 +17,8 @@ from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
+
+logger = logging.getLogger("ray_lance_stream")
 
 
 class LocalSource:
@@ -71,7 +74,12 @@ class LocalLink:
 
     def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
-        if self._in_run:
+        if not self._in_run:
+            return
+        other = open_shards.get(shard.name)
+        if other is not None and not other.closed and other.link is not self:
+            logger.warning("a run in local mode keeps the state of one stream; that of %r is not saved", shard)
+        else:
             open_shards[shard.name] = shard
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from ray_lance_stream.errors import BlockError, LanceStreamError, StreamClosedEr
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
 
+logger = logging.getLogger("ray_lance_stream")
 _POLL_S: Final = 0.2  # how often a wait looks after the other blocks in flight
+_SAY_EVERY_S: Final = 30.0  # how often a wait that goes on is told of
 _FIRST_BLOCK_BYTES: Final = 512 * 1024
 _GROWTH: Final = 2  # each block may be this many times the size of the one before
 
@@ -29,7 +32,9 @@ class ReadAhead:
     Attributes:
         max_bytes: Most bytes of blocks requested and not yet handed to the consumer. One block is
             always allowed, whatever its size.
-        block_bytes: Size blocks grow to. Larger blocks read neighbouring rows together more often.
+        block_bytes: Size blocks grow to. Larger blocks read neighbouring rows together more often. Where
+            the budget is small they stay smaller, but not below 512 KiB or a quarter of a step: a step
+            must be there in any case, and in tiny blocks it would cost many requests.
     """
 
     max_bytes: int
@@ -41,10 +46,10 @@ class _Block:
     start: int  # first cycle
     stop: int
     future: Future[pa.Table]
-    asked_at: float
     num_bytes: float  # an estimate, until the block is here
     attempt: int = 1
     retry_at: float | None = None
+    failed_at: float | None = None  # since when it fails
     error: BaseException | None = None  # final; raised when the block is wanted
     table: pa.Table | None = field(default=None, repr=False)
 
@@ -76,7 +81,8 @@ class BlockReader:
         self._blocks: deque[_Block] = deque()
         self._next_cycle = start_cycle  # first cycle not yet asked for
         self._bytes_per_cycle = handle.bytes_per_row * len(owned_splits)
-        self._largest_bytes = min(float(read_ahead.block_bytes), max(1.0, read_ahead.max_bytes / 3))
+        smallest = max(_FIRST_BLOCK_BYTES, self._bytes_per_cycle * cycles_per_step / 4)
+        self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
         self._next_bytes = min(float(_FIRST_BLOCK_BYTES), self._largest_bytes)
         self._closed = False
         self.interrupted = threading.Event()  # set: the read under way raises StreamClosedError
@@ -133,7 +139,6 @@ class BlockReader:
                     start=start,
                     stop=stop,
                     future=self._request(start, stop),
-                    asked_at=time.monotonic(),
                     num_bytes=(stop - start) * self._bytes_per_cycle,
                 )
             )
@@ -164,14 +169,18 @@ class BlockReader:
             raise
 
     def _wait(self, wanted: _Block) -> pa.Table:
-        began = time.perf_counter()
+        began, said = time.perf_counter(), 0
         while not self._arrived(wanted):
             if wanted.error is not None:
                 error, wanted.error = wanted.error, None
-                wanted.asked_at = wanted.retry_at = time.monotonic()  # should it be wanted again
-                wanted.attempt = 0
+                wanted.retry_at = time.monotonic()  # should it be wanted again
+                wanted.failed_at, wanted.attempt = None, 0
                 raise error
             self._pause(wanted)
+            waited = time.perf_counter() - began
+            if waited >= (said + 1) * _SAY_EVERY_S:
+                said += 1
+                logger.warning("waited %.0f s for %s; attempt %d", waited, self._named(wanted), wanted.attempt)
             self._check_open()
             if self.interrupted.is_set():
                 raise StreamClosedError("this iteration of the shard has ended")
@@ -214,7 +223,9 @@ class BlockReader:
             # Later estimates follow what rows really weigh, so that the budget holds for skewed data.
             self._bytes_per_cycle = max(1.0, block.num_bytes / (block.stop - block.start))
             return
-        delay_s = self._source.retry_delay_s(error, block.attempt, now - block.asked_at)
+        if block.failed_at is None:
+            block.failed_at = now
+        delay_s = self._source.retry_delay_s(error, block.attempt, now - block.failed_at)
         if delay_s is None:
             block.error = self._final_error(block, error)
         else:
@@ -227,8 +238,10 @@ class BlockReader:
         if isinstance(cause, LanceStreamError):
             return cause
         failure = BlockError(
-            f"the block of positions {block.start} to {block.stop} of splits {self._owned.start} to "
-            f"{self._owned.stop} could not be built in {block.attempt} attempt(s): {error}"
+            f"the block of {self._named(block)} could not be built in {block.attempt} attempt(s): {error}"
         )
         failure.__cause__ = error
         return failure
+
+    def _named(self, block: _Block) -> str:
+        return f"positions {block.start} to {block.stop} of splits {self._owned.start} to {self._owned.stop}"

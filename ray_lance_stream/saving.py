@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,11 +16,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.train import Checkpoint
 
 from ray_lance_stream.checkpoint import Streams, locate, write_streams
+from ray_lance_stream.cluster.manager import Standing
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import LanceStreamError
+from ray_lance_stream.errors import ConfigError, LanceStreamError, StateError, explain
 from ray_lance_stream.link import open_shards
 from ray_lance_stream.state import StreamState
-from ray_lance_stream.trainlink import TrainLink, start_checkpoint
+from ray_lance_stream.trainlink import TrainLink, links, start_checkpoint
 
 logger = logging.getLogger("ray_lance_stream")
 _COLLECT_TIMEOUT_S: Final = 30.0
@@ -37,6 +41,15 @@ def save_state(directory: str | Path) -> None:
         LockstepError: Some rank has not reached this step.
     """
     filesystem, path = locate(directory)
+    if not links and not open_shards and not _in_train_worker():
+        raise ConfigError(
+            explain(
+                "there is no stream of a Train run to save",
+                found="a process that is no training worker",
+                expected="a call inside the training loop",
+                remedy="save shard.state_dict() yourself, and pass it as resume_from",
+            )
+        )
     _write(filesystem, path, _gather(barrier=False))
 
 
@@ -60,48 +73,77 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **k
     ray.train.report(dict(metrics), checkpoint, **kwargs)
 
 
-def _gather(*, barrier: bool) -> tuple[Streams, int | None]:
-    """Returns the states of all streams, and this rank if they are its own and not merged."""
-    opened = dict(open_shards)  # those already closed, too: their last state belongs to the run
-    in_worker = any(isinstance(shard.link, TrainLink) for shard in opened.values()) or _in_train_worker()
-    carried = (start_checkpoint()[0] or {}) if in_worker else {}
-    streams: Streams = dict(carried)
+@dataclass(frozen=True)
+class _Gathered:
+    streams: Streams
+    alone: int | None  # this rank, if the states are its own and not merged
+    stamp: tuple[int, int]
+
+
+def _gather(*, barrier: bool) -> _Gathered:
+    """Returns the states of all streams of the run, those never opened included."""
+    counts = _counts()
+    streams: Streams = dict((start_checkpoint()[0] or {}) if _in_train_worker() else {})
     alone: int | None = None
-    for name, shard in sorted(opened.items()):
-        merged = _merged_state(shard, barrier=barrier)
-        if merged is None:
-            alone = shard.seat.world_rank
-        streams[name] = shard.state() if merged is None else merged
-    return streams, alone
+    for name in sorted({*links, *open_shards}):
+        # A closed shard counts, too: its last state belongs to the run.
+        shard, link = open_shards.get(name), links.get(name)
+        standing = None if shard is None else _standing(shard)
+        if link is None or not link.seat.shared:
+            merged = None if standing is None else standing.state
+        else:
+            try:
+                merged = _ask(link, standing, counts.reports if barrier else None)
+            except RayActorError as error:
+                logger.warning("the state manager is gone (%s); this rank saves its own state", type(error).__name__)
+                merged, alone = None if standing is None else standing.state, link.seat.world_rank
+        if merged is not None:
+            streams[name] = merged
+    counts.saves += 1
+    counts.reports += barrier
+    incarnation = max((link.seat.incarnation for link in links.values()), default=counts.started)
+    return _Gathered(streams, alone, (incarnation, counts.saves))
+
+
+def _standing(shard: ShardCore) -> Standing:
+    try:
+        state = shard.state()
+    except StateError as error:
+        raise StateError(f"stream {shard.name!r}: {error}") from None
+    return Standing(state.epoch, shard.step, state)
+
+
+def _ask(link: TrainLink, standing: Standing | None, report: int | None) -> StreamState | None:
+    """Asks the manager for the state all ranks agree on; waits for their reports if this is one."""
+    manager = link.session.manager
+    try:
+        if report is not None:
+            return ray.get(manager.commit.remote(link.seat, report, standing))  # type: ignore[no-any-return]
+        if standing is None:
+            return None
+        return ray.get(manager.collect.remote(link.seat, standing, _COLLECT_TIMEOUT_S))  # type: ignore[no-any-return]
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        raise (cause if isinstance(cause, LanceStreamError) else error) from None
+
+
+@dataclass
+class _Counts:
+    """What this process has reported and saved; all ranks count alike."""
+
+    started: int = field(default_factory=time.time_ns)
+    reports: int = 0
+    saves: int = 0
+
+
+@functools.lru_cache(maxsize=1)
+def _counts() -> _Counts:
+    return _Counts()
 
 
 def _in_train_worker() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
-def _merged_state(shard: ShardCore, *, barrier: bool) -> StreamState | None:
-    """The state all ranks agree on, or None if the manager is gone."""
-    state, link = shard.state(), shard.link
-    if not isinstance(link, TrainLink):
-        return state
-    manager = link.session.manager
-    try:
-        if barrier:
-            number = link.reports
-            link.reports += 1
-            merged = ray.get(manager.commit.remote(shard.seat, number, state.epoch, shard.step, state))
-        else:
-            merged = ray.get(manager.collect.remote(shard.seat, state.epoch, shard.step, state, _COLLECT_TIMEOUT_S))
-    except RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        raise (cause if isinstance(cause, LanceStreamError) else error) from None
-    except RayActorError as error:
-        logger.warning("the state manager is gone (%s); this rank saves its own state", type(error).__name__)
-        return None
-    return merged  # type: ignore[no-any-return]
-
-
-def _write(filesystem: Any, directory: str, gathered: tuple[Streams, int | None]) -> None:
-    streams, alone = gathered
-    if streams:
-        write_streams(filesystem, directory, streams, rank=alone)
+def _write(filesystem: Any, directory: str, gathered: _Gathered) -> None:
+    write_streams(filesystem, directory, gathered.streams, rank=gathered.alone, stamp=gathered.stamp)

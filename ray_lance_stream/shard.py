@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ray_lance_stream import collate
-from ray_lance_stream.batches import Batches, BatchOptions, Convert, Delivery, Parts, deliveries
+from ray_lance_stream.batches import Batches, BatchOptions, Convert, Delivery, Parts, batches_left, deliveries
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.delivery import prefetch
 from ray_lance_stream.errors import ConfigError, explain
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+logger = logging.getLogger("ray_lance_stream")
+_MIB: Final = 1024 * 1024
 
 
 class StreamShard(ShardCore):
@@ -26,6 +29,10 @@ class StreamShard(ShardCore):
     Get it from ``ray.train.get_dataset_shard("train")`` or ``LanceStream.open()``. Iterating yields the
     rest of the current epoch; iterating again after the end yields the next epoch, and after a ``break``
     continues with the next row. Used by one thread at a time.
+
+    A batch counts as consumed when it is handed out. A loop that fetches one batch ahead of the one it
+    trains on (Accelerate, and Lightning where it does not know the length) has that batch counted too: take
+    states where the loop holds none, or iterate the shard directly.
 
     Attributes:
         loss_scale: Factor for a loss that is a mean over the rows of the last batch: multiply, call
@@ -64,15 +71,15 @@ class StreamShard(ShardCore):
                 every replica. See ``is_step_end`` and ``loss_scale``.
             drop_last: Must equal the stream's; a short last step is a property of the plan.
             local_shuffle_buffer_size: Refused: it would make the order depend on timing.
-            zero_copy: Hand out read-only views of the block instead of the trainer's own memory. The
-                block stays in memory until the last view is gone.
+            zero_copy: Hand out read-only views of the block instead of the trainer's own memory, where the
+                format allows it ("numpy", "pyarrow"). The block stays in memory until the last view is gone.
 
         Raises:
             ConfigError: An argument cannot work; the message says what does.
         """
         converters: dict[str, Callable[[Parts], Any]] = {
             "numpy": lambda parts: collate.to_numpy(parts, copy=not zero_copy),
-            "pyarrow": collate.to_arrow,
+            "pyarrow": lambda parts: collate.to_arrow(parts, copy=not zero_copy),
             "pandas": collate.to_pandas,
         }
         if batch_format not in converters:
@@ -123,7 +130,8 @@ class StreamShard(ShardCore):
             pin_memory: Allocate batches in page-locked memory, for faster copies to a GPU.
             drop_last: See :meth:`iter_batches`.
             local_shuffle_buffer_size: See :meth:`iter_batches`.
-            zero_copy: See :meth:`iter_batches`.
+            zero_copy: See :meth:`iter_batches`. Torch knows no read-only tensors: writing into a batch, also
+                by an in-place operation, then corrupts the block or kills the process.
         """
         if collate_fn is not None and (dtypes is not None or pin_memory):
             raise ConfigError(
@@ -169,9 +177,7 @@ class StreamShard(ShardCore):
         options.check(steps, self.replica, position, drop_last=self._config.drop_last)  # time has passed
         position.micro_batch_size = options.micro_batch_size
         with self._lock:  # another thread may close the shard
-            if self._reader is None:
-                self._reader = self._new_reader(steps, options.prefetch_batches)
-            reader = self._reader
+            reader = self._reader = self._reader or self._new_reader(steps, options.prefetch_batches)
         reader.interrupted.clear()
         made = deliveries(reader, steps, self.replica, position, convert, options.micro_batch_size)
         items = prefetch(made, options.prefetch_batches, reader.interrupted.set)
@@ -186,7 +192,10 @@ class StreamShard(ShardCore):
     def _new_reader(self, steps: StepPlan, prefetch_batches: int) -> BlockReader:
         owned, handle = self.replica.owned_splits(steps.num_splits), self._open_plan()
         budget = self._config.prefetch.max_buffer_bytes // self._seat.world_size
-        made_ahead = int(prefetch_batches * steps.cycles_per_step * len(owned) * handle.bytes_per_row)
+        step_bytes = steps.cycles_per_step * len(owned) * handle.bytes_per_row
+        made_ahead = int(prefetch_batches * step_bytes)
+        if made_ahead + step_bytes > budget:
+            self._warn_of_small_budget(budget, step_bytes, prefetch_batches)
         return BlockReader(
             self._open(),
             handle,
@@ -196,6 +205,28 @@ class StreamShard(ShardCore):
             cycles_per_step=steps.cycles_per_step,
             read_ahead=ReadAhead(max_bytes=max(1, budget - made_ahead), block_bytes=self._config.prefetch.block_bytes),
         )
+
+    def _warn_of_small_budget(self, budget: int, step_bytes: float, prefetch_batches: int) -> None:
+        if self._warned_of_budget:
+            return
+        self._warned_of_budget = True
+        logger.warning(
+            "stream %r: there is no room to read ahead. This worker may hold %.1f MiB (max_buffer_bytes over %d "
+            "workers), its part of a step takes about %.1f MiB, and %d more are made ahead (prefetch_batches). Set "
+            "PrefetchConfig(max_buffer_bytes=...) to %.0f MiB or more, or lower prefetch_batches",
+            self.name,
+            budget / _MIB,
+            self._seat.world_size,
+            step_bytes / _MIB,
+            prefetch_batches,
+            -(-step_bytes * (prefetch_batches + 2) * self._seat.world_size // _MIB),
+        )
+
+    def _num_batches_left(self, micro_batch_size: int | None) -> int:
+        steps, position = self._steps(), self._position
+        if position.has_moved and position.cycle >= steps.end_cycle:
+            position = Position(provenance=position.provenance)  # the next epoch comes, which has as many steps
+        return batches_left(steps, self.replica, position, micro_batch_size)
 
     def _commit(self, item: Delivery[Any], steps: StepPlan) -> None:
         """Advances the state: the trainer gets this batch now."""

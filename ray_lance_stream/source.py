@@ -26,7 +26,7 @@ class BlockSource(Protocol):
         Args:
             error: What the future raised.
             attempt: How many times this block has been asked for, 1 or more.
-            elapsed_s: Seconds since it was first asked for.
+            elapsed_s: Seconds since it first failed; 0 for its first failure.
         """
 
     def close(self) -> None:

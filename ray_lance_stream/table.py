@@ -31,6 +31,9 @@ class Source(Protocol):
     def name(self) -> str:
         """The table's name."""
 
+    def open(self, version: int | None) -> PinnedTable:
+        """Opens a version anew."""
+
     def without_secrets(self, text: str) -> str:
         """Returns a text without credentials."""
 
@@ -236,15 +239,22 @@ class PinnedTable:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turns a failed read into a TableVersionError if the version's files are gone."""
+        """Turns a failed read into a TableVersionError if the version is gone; all else may pass by itself."""
         try:
             yield
         except OSError as error:
             present = present_versions(self._dataset)
             missing = present is not None and self.version not in present
-            if missing or "not found" in str(error).lower():
+            if missing or ("not found" in str(error).lower() and self._was_replaced()):
                 raise version_gone(self._ref.name, self.version, present or []) from self._ref.shown(error)
             raise
+
+    def _was_replaced(self) -> bool:
+        """Whether the version's number now belongs to other data: the table was dropped and created anew."""
+        try:
+            return self._ref.open(self.version).identity != self.identity
+        except Exception:
+            return False
 
 
 def _paths(field: pa.Field[Any], parent: str = "") -> Iterator[str]:

@@ -46,6 +46,7 @@ class Seat:
         world_rank: The worker's rank among all workers.
         world_size: Number of workers.
         incarnation: Which start of the worker group this is; later ones are larger.
+        shared: Whether the workers divide the stream among them. If not, each reads all of it by itself.
     """
 
     name: str = "train"
@@ -53,6 +54,7 @@ class Seat:
     world_rank: int = 0
     world_size: int = 1
     incarnation: int = 0
+    shared: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -31,14 +31,22 @@ class StreamDataConfig(DataConfig):
     Args:
         ranks_per_replica: How many consecutive ranks make one replica and see the same batches, for tensor
             or pipeline parallelism; or a function (rank, world_size) -> (dp_rank, dp_size).
+        datasets_to_split: As for ``DataConfig``: streams not named here are read whole by every worker.
         **kwargs: Passed on to ``DataConfig``.
 
     Example:
         >>> TorchTrainer(train_loop, datasets={"train": stream}, dataset_config=StreamDataConfig(), ...)
     """
 
-    def __init__(self, *, ranks_per_replica: int | Replicas = 1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *,
+        ranks_per_replica: int | Replicas = 1,
+        datasets_to_split: Literal["all"] | list[str] = "all",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(datasets_to_split=datasets_to_split, **kwargs)
+        self._split = datasets_to_split
         if not callable(ranks_per_replica) and (not isinstance(ranks_per_replica, int) or ranks_per_replica < 1):
             raise ConfigError(
                 explain(
@@ -63,16 +71,27 @@ class StreamDataConfig(DataConfig):
         output: list[dict[str, Any]] = [{} for _ in range(world_size)]
         if ordinary:
             output = super().configure(ordinary, world_size, worker_handles, worker_node_ids, **kwargs)
-        replicas = self._replicas(world_size)
         for name, dataset in datasets.items():
             if isinstance(dataset, RunStream):
-                for worker, shard in zip(output, dataset.shards(name, replicas), strict=True):
+                shared = self._split == "all" or name in self._split
+                replicas = self._replicas(world_size) if shared else [Replica()] * world_size
+                for worker, shard in zip(output, dataset.shards(name, replicas, shared=shared), strict=True):
                     worker[name] = shard
         return output
 
     def _replicas(self, world_size: int) -> list[Replica]:
         if callable(self._ranks_per_replica):
             pairs = [self._ranks_per_replica(rank, world_size) for rank in range(world_size)]
+            sizes = {dp_size for _, dp_size in pairs}
+            if len(sizes) != 1 or {dp_rank for dp_rank, _ in pairs} != set(range(*sizes)):
+                raise ConfigError(
+                    explain(
+                        "ranks_per_replica does not place the ranks in whole replicas; some rows would not be read",
+                        found=f"(dp_rank, dp_size) by rank: {pairs}",
+                        expected="one dp_size, and every dp_rank from 0 to dp_size - 1",
+                        remedy="correct the function",
+                    )
+                )
             return [Replica(dp_rank=dp_rank, dp_size=dp_size) for dp_rank, dp_size in pairs]
         size = self._ranks_per_replica
         if world_size % size:
@@ -98,30 +117,46 @@ class RunStream:
         self.config = config
         self.session = session
         self.name: str | None = None
+        self._begun_as: str | None = None
         self.context = SimpleNamespace(execution_options=None)
 
-    def shards(self, name: str, replicas: list[Replica]) -> list[StreamShard]:
-        """Returns one shard per world rank, of a new incarnation; waits for a prefetcher to be there."""
+    def shards(self, name: str, replicas: list[Replica], *, shared: bool = True) -> list[StreamShard]:
+        """Returns one shard per world rank, of a new incarnation; waits for a prefetcher to be there.
+
+        Args:
+            name: The stream's key in ``datasets``.
+            replicas: What each rank is.
+            shared: Whether the ranks divide the stream among them.
+        """
+        if self._begun_as not in (None, name):
+            raise ConfigError(
+                explain(
+                    "one stream stands under two names in datasets",
+                    found=f"{self._begun_as!r} and {name!r}",
+                    expected="one LanceStream for each name",
+                    remedy="build the stream twice",
+                )
+            )
         for replica in replicas:
             replica.owned_splits(self.config.order.num_splits)  # more replicas than splits fails before the first step
         if not self.session.is_alive(self.config.prefetch.placement_timeout_s):
             logger.warning("the stream's actors ended while the run was waiting to start; starting new ones")
+            self.session.kill()
             self.session = start_session(self.config, self.session.recipe)
-        incarnation = self.session.begin()
-        return [
-            StreamShard(
-                self.config,
-                Seat(
-                    name=name,
-                    replica=replica,
-                    world_rank=rank,
-                    world_size=len(replicas),
-                    incarnation=incarnation,
-                ),
-                TrainLink(self.session, owned=False),
+        self._begun_as = name
+        incarnation, world_size = self.session.begin(), len(replicas)
+        seats = [
+            Seat(
+                name=name,
+                replica=replica,
+                world_rank=rank,
+                world_size=world_size,
+                incarnation=incarnation,
+                shared=shared,
             )
             for rank, replica in enumerate(replicas)
         ]
+        return [StreamShard(self.config, seat, TrainLink(self.session, seat)) for seat in seats]
 
     def set_name(self, name: str) -> None:
         """As ``ray.data.Dataset.set_name``."""
@@ -136,6 +171,17 @@ class RunStream:
         del equal, locality_hints
         return self.shards(self.name or "train", [Replica(dp_rank=rank, dp_size=n) for rank in range(n)])
 
+    def iterator(self) -> StreamShard:
+        """As ``ray.data.Dataset.iterator``, for streams that Ray's own ``DataConfig`` is told not to split."""
+        raise ConfigError(
+            explain(
+                "Ray's own DataConfig cannot leave a stream whole",
+                found="datasets_to_split without this stream",
+                expected="StreamDataConfig",
+                remedy="pass dataset_config=StreamDataConfig(datasets_to_split=[...])",
+            )
+        )
+
 
 def run_stream(config: StreamConfig, recipe: bytes, previous: RunStream | None) -> RunStream | StreamShard:
     """Finds or starts what a stream needs in the process that calls it; see ``LanceStream.__call__``.
@@ -149,6 +195,8 @@ def run_stream(config: StreamConfig, recipe: bytes, previous: RunStream | None) 
         from ray_lance_stream.local import LocalLink  # local mode only: it loads Lance
 
         return StreamShard(config, Seat(), LocalLink(Parcel.of(recipe).unpack(), in_run=True))
-    if previous is not None and previous.session.is_alive(_ALIVE_TIMEOUT_S):
-        return previous
+    if previous is not None:
+        if previous.session.is_alive(_ALIVE_TIMEOUT_S):
+            return previous
+        previous.session.kill()  # whatever is left of it must not stand in the way of the new one
     return RunStream(config, start_session(config, Parcel.of(recipe)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import ray.train
+from ray.train import Checkpoint
 
 from ray_lance_stream.checkpoint import Streams, read_streams
 from ray_lance_stream.cluster.session import RayLink, Session
@@ -13,7 +15,8 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import MissingStateError, explain
 from ray_lance_stream.link import open_shards
-from ray_lance_stream.state import Provenance, StreamState
+from ray_lance_stream.plan import OrderSpec
+from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
@@ -22,19 +25,25 @@ logger = logging.getLogger("ray_lance_stream")
 class TrainLink(RayLink):
     """Connects a training worker's shard to its run; see ``link.Link``."""
 
-    def __init__(self, session: Session, *, owned: bool) -> None:
-        super().__init__(session, owned=owned)
-        self.reports = 0
+    def __init__(self, session: Session, seat: Seat) -> None:
+        super().__init__(session, owned=False)
+        self.seat = seat
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._without_recipe(), self.seat)
 
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
         """See ``Link``: the run's own checkpoint, as it was when this worker started."""
         states, where = start_checkpoint()
         if where is None:
             return None
-        if states and seat.name not in states:
+        if states is not None and seat.name not in states:
             _check_not_renamed(config, seat.name, states, where)
             logger.warning(
-                "%s holds no state of stream %r, only of %s: it starts anew", where, seat.name, sorted(states)
+                "%s holds no state of stream %r (of others: %s): it was not begun, and begins now",
+                where,
+                seat.name,
+                sorted(states),
             )
             return None
         return config.state_for(seat.name, states, where)
@@ -42,6 +51,11 @@ class TrainLink(RayLink):
     def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
         open_shards[shard.name] = shard
+        if self.seat.world_rank == 0:
+            logger.info(
+                "stream %r: epoch %d, step %d; %d rows an epoch, %d left out",
+                *(shard.name, shard.epoch, shard.step, shard.num_rows, shard.dropped_rows),
+            )
 
     def device(self) -> Any:
         """The device Ray Train gave this worker."""
@@ -51,8 +65,11 @@ class TrainLink(RayLink):
 
 
 def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: str) -> None:
-    current = Provenance(table=config.identity, order=config.order)
-    twins = [other for other, state in states.items() if state.provenance == current]
+    def same_data(order: OrderSpec) -> bool:
+        seed = config.order.shuffle_seed if config.seed_given else order.shuffle_seed
+        return order == replace(config.order, shuffle_seed=seed)
+
+    twins = [other for other, state in states.items() if same_data(state.provenance.order)]
     if twins and config.on_missing_state == "error":
         raise MissingStateError(
             explain(
@@ -64,7 +81,23 @@ def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: 
         )
 
 
-_start: tuple[Streams | None, str | None] | None = None
+# The links that this worker was given, by stream name, whether or not their shards were opened.
+links: dict[str, TrainLink] = {}
+
+# The checkpoint this worker started from, and what was read from it.
+_start: Checkpoint | None | Literal["unknown"] = "unknown"
+_found: tuple[Streams | None, str | None] | None = None
+
+
+def _arrive(session: Session, seat: Seat) -> TrainLink:
+    """Makes a link again in the worker that its shard was made for."""
+    global _start
+    link = TrainLink(session, seat)
+    link.hold()  # it may be long before the worker asks for the first batch
+    links[seat.name] = link
+    if _start == "unknown":
+        _start = ray.train.get_checkpoint()
+    return link
 
 
 def start_checkpoint() -> tuple[Streams | None, str | None]:
@@ -72,11 +105,12 @@ def start_checkpoint() -> tuple[Streams | None, str | None]:
 
     Read once: ``ray.train.get_checkpoint()`` answers with newer ones as the run reports them.
     """
-    global _start
-    if _start is None:
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None:
-            _start = (None, None)
+    global _found
+    if _found is None:
+        checkpoint = ray.train.get_checkpoint() if _start == "unknown" else _start
+        if checkpoint is None or checkpoint == "unknown":
+            _found = None, None
         else:
-            _start = (read_streams(checkpoint.filesystem, checkpoint.path), checkpoint.path)
-    return _start
+            filesystem: Any = checkpoint.filesystem
+            _found = read_streams(filesystem, checkpoint.path), checkpoint.path
+    return _found

@@ -144,7 +144,7 @@ def test_the_file_is_json_and_says_no_more_than_it_must(tmp_path: Path) -> None:
     """No URI, no storage options, no credentials: checkpoints are copied to places the table is not."""
     write_streams(LOCAL, str(tmp_path), {"train": drifted([5, 5, 6], [5, 8, 6])})
     content = json.loads((tmp_path / FILE_NAME).read_text(encoding="ascii"))
-    assert set(content) == {"kind", "version", "streams"}
+    assert set(content) == {"kind", "version", "stamp", "streams"}
     assert (content["kind"], content["version"]) == ("ray_lance_stream.checkpoint", 1)
     assert keys_in(content["streams"]) == {
         "train", "format", "num_splits", "shuffle_seed", "epoch", "samples_consumed_per_split",
@@ -288,3 +288,19 @@ def test_a_file_path_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\x04weights")
     with pytest.raises(StateError, match=r"model\.pt"):
         read_streams(LOCAL, str(path))
+
+
+def test_leftovers_of_an_earlier_save_in_the_same_directory_do_not_count(tmp_path: Path) -> None:
+    """A user may write every checkpoint into one directory; the newest save wins, merged or not."""
+    early, late = state_at(3), state_at(5)
+    write_streams(LOCAL, str(tmp_path), {"train": early}, stamp=(7, 1))
+    write_streams(LOCAL, str(tmp_path), {"train": early}, rank=4, stamp=(7, 1))
+    write_streams(LOCAL, str(tmp_path), {"train": late}, rank=0, stamp=(7, 2))
+    assert read_streams(LOCAL, str(tmp_path)) == {"train": late}
+    write_streams(LOCAL, str(tmp_path), {"train": early}, stamp=(8, 1))  # a later worker group, from an earlier step
+    assert read_streams(LOCAL, str(tmp_path)) == {"train": early}
+
+
+def test_a_run_whose_streams_were_not_begun_says_so(tmp_path: Path) -> None:
+    write_streams(LOCAL, str(tmp_path), {})
+    assert read_streams(LOCAL, str(tmp_path)) == {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from conftest import stream_threads
@@ -100,3 +102,23 @@ def test_a_dropped_generator_ends_its_thread() -> None:
     assert THREAD in stream_threads()
     del items
     assert THREAD not in stream_threads()
+
+
+def test_a_generator_may_be_dropped_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", failures.append)
+    held: list[Generator[int, None, None]] = []
+    taken, dropped = threading.Event(), threading.Event()
+
+    def dropping() -> Iterator[int]:
+        yield 0
+        taken.wait(10)
+        held.clear()
+        dropped.set()
+        yield 1
+
+    held.append(prefetch(dropping(), 1, nothing))
+    assert next(held[0]) == 0
+    taken.set()
+    assert dropped.wait(10)
+    assert not failures

@@ -284,18 +284,18 @@ def test_every_exception_has_the_common_base() -> None:
 
 
 @pytest.mark.parametrize("kind", EXCEPTIONS)
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_exceptions_survive_pickle(kind: type[errors.LanceStreamError], protocol: int) -> None:
+def test_exceptions_survive_pickle(kind: type[errors.LanceStreamError]) -> None:
     arguments: tuple[Any, ...] = ("what. Found: 1. Remedy: é 'x'.",)
     if kind is errors.StateMismatchError:
         arguments += ("filter", "x > 1", None)
     error = kind(*arguments)
     error.add_note("seen on rank 3") if hasattr(error, "add_note") else None
-    loaded = pickle.loads(pickle.dumps(error, protocol))
-    assert type(loaded) is kind
-    assert str(loaded) == str(error) == arguments[0]
-    assert loaded.args == error.args
-    assert vars(loaded) == vars(error)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        loaded = pickle.loads(pickle.dumps(error, protocol))
+        assert type(loaded) is kind
+        assert str(loaded) == str(error) == arguments[0]
+        assert loaded.args == error.args
+        assert vars(loaded) == vars(error)
 
 
 def test_a_mismatch_keeps_its_field_and_values() -> None:
@@ -313,5 +313,5 @@ def test_explain_and_shown() -> None:
         deep = [deep]
     assert errors.shown("x") == "'x'"
     assert len(errors.shown("x" * 1000)) == 80
-    assert errors.shown(10**5000) == "a int that cannot be shown"
-    assert errors.shown(deep) == "a list that cannot be shown"
+    assert errors.shown(10**5000) == "<int that cannot be shown>"
+    assert errors.shown(deep) == "<list that cannot be shown>"

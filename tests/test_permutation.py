@@ -28,6 +28,10 @@ def permutation(n: int, seed: int) -> Permutation:
     return Permutation(n, keys_of(seed))
 
 
+def distinct(values: IntArray) -> int:
+    return int((np.diff(np.sort(values)) != 0).sum()) + 1
+
+
 def assert_bijection(images: IntArray) -> None:
     assert images.dtype == np.int64
     assert np.array_equal(np.sort(images), np.arange(len(images)))
@@ -119,11 +123,11 @@ def test_matches_the_algorithm_in_exact_integers(data: st.DataObject, n: int, se
 def test_bijection_for_every_small_n() -> None:
     for n in range(2001):
         index = np.arange(n)
-        for seed in (*SEEDS, n) if n < 100 else (n,):
+        for seed in (*SEEDS, n) if n < 60 else (n,):
             forward = permutation(n, seed)
             images = forward(index)
             assert_bijection(images)
-            if n % 8 == 0 or n < 100:
+            if n % 16 == 0 or n < 100:
                 assert np.array_equal(forward.inverse(images), index)
 
 
@@ -362,5 +366,5 @@ def test_random_access_into_a_table_of_a_trillion_rows() -> None:
         rows = ClumpPermutation(n, clump, keys_of(9))(index)
         assert int(rows.min()) >= 0
         assert int(rows.max()) < n
-        assert len(np.unique(rows)) == len(np.unique(index))
+        assert distinct(rows) == distinct(index)
         assert abs(float(rows.mean()) / n - 0.5) < 2 / np.sqrt(len(rows))

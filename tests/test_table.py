@@ -29,8 +29,12 @@ from lance.file import LanceFileWriter
 from lance.fragment import DataFile, DeletionFile, FragmentMetadata
 from moto.server import ThreadedMotoServer
 
+from ray_lance_stream import table as table_module
+from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.errors import ConfigError, LanceStreamError, TableVersionError
 from ray_lance_stream.location import TableRef
+from ray_lance_stream.plan import OrderSpec, PlanSpec
+from ray_lance_stream.request import Ranges
 from ray_lance_stream.rownumbers import fingerprint
 from ray_lance_stream.table import PinnedTable
 
@@ -192,6 +196,42 @@ def test_a_version_that_vanishes_while_open(tmp_path: Path) -> None:
     write(tmp_path, rows_from(0, 10))
     with pytest.raises(TableVersionError, match="created anew"):  # version 1 is there, but another one
         table.take(ints(1), None)
+
+
+def test_what_is_not_found_for_a_moment_is_no_vanished_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = write(tmp_path, rows_from(0, 10)).open()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("Generic S3 error: host not found")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lance.LanceDataset, "take", fail)
+        with pytest.raises(OSError, match="host not found"):
+            table.take(ints(1), None)
+        patch.setattr(table_module, "present_versions", lambda _: None)
+        with pytest.raises(OSError, match="host not found"):
+            table.take(ints(1), None)
+    assert table.take(ints(1), ["id"])["id"].to_pylist() == [1]
+
+
+def test_errors_of_the_storage_reach_the_consumer_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = write(tmp_path, rows_from(0, 10))
+    ref = TableRef(uri=plain.uri, name="t", storage_options={"aws_secret_access_key": SECRET})
+    builder = BlockBuilder(BlockRecipe(table=ref))
+    spec = PlanSpec(table=plain.open().identity, order=OrderSpec(num_splits=2), epoch=0)
+    plan, _ = builder.open_plan(spec)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(f"403 for key {SECRET}")
+
+    monkeypatch.setattr(lance.LanceDataset, "take", fail)
+    ranges = Ranges(first_split=0, num_splits=2, start=0, stop=1)
+    for use in (lambda: builder.open_plan(spec), lambda: builder.build(plan, ranges, lambda rows: rows)):
+        with pytest.raises(OSError, match=r"403 for key \*\*\*") as caught:
+            use()
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_fingerprint_follows_the_data_not_the_place(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_replicas_are_checked(rank: Any, size: Any) -> None:
 # --- steps -------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.integers(1, 64), st.integers(1, 500), st.integers(1, 600), st.booleans())
 def test_steps_cover_every_cycle_once(splits: int, length: int, per_step: int, drop_last: bool) -> None:
     assume(length >= per_step or not drop_last)
@@ -72,6 +72,8 @@ def test_steps_cover_every_cycle_once(splits: int, length: int, per_step: int, d
         for cycle in step:
             assert plan.step_of(cycle) == number
             assert plan.rest_of_step(cycle) == range(cycle, step.stop)
+    for cycle in range(length + 1):
+        assert plan.steps_done(cycle) == sum(step.stop <= cycle for step in steps)
 
 
 def test_a_short_last_step() -> None:
@@ -135,7 +137,7 @@ def check_micro_batches(step: list[StepShare], micro: int | None) -> None:
         assert micro is None or max(map(len, parts)) <= micro
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.data(), st.integers(1, 64), st.integers(1, 12))
 def test_micro_batches(data: st.DataObject, splits: int, cycles: int) -> None:
     size = data.draw(st.integers(1, splits))
@@ -181,13 +183,31 @@ def test_micro_batches_by_hand() -> None:
     assert [share.num_micro_batches for share in shares(8, 3, 4, None)] == [1, 1, 1]
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(1, 16), st.integers(1, 60), st.integers(1, 7))
+def test_the_ordered_global_batch_is_the_same_for_every_number_of_replicas(
+    data: st.DataObject, splits: int, length: int, per_step: int
+) -> None:
+    """G1: the shares of a step, put back in canonical order, are q whole cycles of all splits."""
+    steps = StepPlan(num_splits=splits, rows_per_split=length, global_batch_size=splits * per_step)
+    step = steps.cycles(data.draw(st.integers(0, steps.num_steps - 1)))
+    expected = [(cycle, split) for cycle in step for split in range(splits)]
+    for size in range(1, splits + 1):
+        parts = shares(splits, size, len(step), None)
+        rows = [(cycle, split) for part in parts for cycle in step for split in part.replica.owned_splits(splits)]
+        assert [len([row for row in rows if row[1] in part.replica.owned_splits(splits)]) for part in parts] == [
+            part.rows for part in parts
+        ]
+        assert sorted(rows) == expected
+
+
 @pytest.mark.parametrize("micro", [0, -1, True, "4", 2.0])
 def test_micro_batch_size_is_checked(micro: Any) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size is not valid"):
         StepShare(replica=Replica(), num_splits=4, num_cycles=1, micro_batch_size=micro)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 48), st.integers(1, 9), st.integers(0, 2**32))
 def test_loss_scale_makes_the_mean_over_the_step(data: st.DataObject, splits: int, cycles: int, seed: int) -> None:
     """What the trainer does: backward of loss_scale * mean per micro-batch, gradients averaged over replicas."""

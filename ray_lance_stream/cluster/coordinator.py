@@ -10,20 +10,21 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RuntimeEnvSetupError
 
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS, Prefetcher
 from ray_lance_stream.config import PrefetchConfig
-from ray_lance_stream.errors import PlacementError, explain
-from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.errors import LanceStreamError, PlacementError, explain
+from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle
 
 cluster_nodes: Any = ray.nodes  # untyped
 logger = logging.getLogger("ray_lance_stream")
 _RETRY_PAUSE_S = 0.5
+_PLANS_KEPT = 4
 
 
 class Coordinator:
@@ -37,7 +38,7 @@ class Coordinator:
         self._config = config
         self._leases = Leases(config.idle_timeout_s)
         self._incarnation = 0
-        self._plans: dict[str, asyncio.Task[PlanHandle]] = {}
+        self._plans: dict[tuple[TableIdentity, OrderSpec], asyncio.Task[PlanHandle]] = {}
         self._turn = 0
         # Ray's type hints do not know concurrency_groups.
         remote: Any = ray.remote
@@ -48,6 +49,7 @@ class Coordinator:
             for index, options in enumerate(actor_options(config, cluster_nodes()))
         ]
         self._ready: set[int] = set()
+        self._broken: dict[int, Exception] = {}
         self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -65,18 +67,25 @@ class Coordinator:
         """Returns the process id on the coordinator's node."""
         return os.getpid()
 
-    async def begin(self, incarnation: int) -> None:
+    async def begin(self, proposed: int) -> int:
         """Fences off older incarnations on every prefetcher, and waits for the first one to be there.
 
+        Args:
+            proposed: The new incarnation's id; a larger one is taken if the clock it came from went back.
+
+        Returns:
+            The id.
+
         Raises:
-            PlacementError: None could be placed within ``placement_timeout_s``.
+            PlacementError: No prefetcher could be started within ``placement_timeout_s``.
         """
-        self._incarnation = max(self._incarnation, incarnation)
+        self._incarnation = max(self._incarnation + 1, proposed)
         with self._leases.busy():
             await self._await_first()
             fenced = [self._pool[index].fence.remote(self._incarnation) for index in self._ready]
             # A prefetcher that is just being restarted has no old requests to drop.
             await asyncio.gather(*fenced, return_exceptions=True)
+        return self._incarnation
 
     async def pool(self) -> list[Any]:
         """Returns the handles of the prefetchers that have started; at least one."""
@@ -88,22 +97,29 @@ class Coordinator:
         answers = await asyncio.gather(*(p.ready.remote() for p in await self.pool()), return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def ensure(self, spec: PlanSpec, renew: bool = False) -> PlanHandle:
+    async def ensure(self, spec: PlanSpec, lost: list[Any] | None = None) -> PlanHandle:
         """Opens a plan, or finds it open: built at most once at a time, safe to repeat.
+
+        All epochs of a table version and order share what was counted and the list of matching rows.
 
         Args:
             spec: The plan.
-            renew: Build it again, because its rows were lost with their node.
+            lost: The reference to a list of matching rows that was lost with its node, in a list. It is built
+                again, once, whoever asks first.
         """
-        key = spec.plan_id
+        key = (spec.table, spec.order)
         task = self._plans.get(key)
-        if task is None or (task.done() and (renew or task.exception() is not None)):
-            task = asyncio.get_running_loop().create_task(self._open(spec))
-            self._plans[key] = task
-            for old in list(self._plans)[:-4]:
-                del self._plans[old]
         with self._leases.busy():
-            return await asyncio.shield(task)
+            if task is not None and task.done():
+                failed = task.exception() is not None
+                if failed or (lost and lost[0] == task.result().matching_rows):
+                    task = None
+            if task is None:
+                task = asyncio.get_running_loop().create_task(self._open(spec))
+                self._plans[key] = task
+                for old in list(self._plans)[:-_PLANS_KEPT]:
+                    del self._plans[old]
+            return dataclasses.replace(await asyncio.shield(task), spec=spec)
 
     async def _open(self, spec: PlanSpec) -> PlanHandle:
         began = time.monotonic()
@@ -114,43 +130,56 @@ class Coordinator:
             try:
                 handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
                 handle: PlanHandle = await handle_ref
-            except RayTaskError as error:
-                cause = getattr(error, "cause", None)
-                raise (cause if isinstance(cause, Exception) else error) from None
-            except RayActorError:
-                if time.monotonic() - began > self._config.retry_window_s:
-                    raise
-                logger.warning("a prefetcher was lost while it opened a plan; asking another one")
+            except RayError as error:
+                cause = getattr(error, "cause", error)
+                final = isinstance(cause, LanceStreamError) or not isinstance(cause, (OSError, RayError))
+                if final or time.monotonic() - began > self._config.retry_window_s:
+                    raise (cause if isinstance(cause, Exception) else error) from None
+                logger.warning("opening a plan failed (%s); asking again", type(cause).__name__)
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
             return handle if spec.order.filter is None else dataclasses.replace(handle, matching_rows=rows_ref)
 
     async def _await_first(self) -> None:
         if self._watch is None:
-            loop = asyncio.get_running_loop()
-            self._watch = loop.create_task(self._watch_starts())
+            self._watch = asyncio.get_running_loop().create_task(self._watch_starts())
         began = time.monotonic()
         while not self._ready:
-            if time.monotonic() - began > self._config.placement_timeout_s:
-                raise PlacementError(
-                    explain(
-                        f"no prefetcher could be placed within {self._config.placement_timeout_s:.0f} s",
-                        found=f"nodes: {describe_nodes(cluster_nodes())}",
-                        expected=f"a node that has, for each of {len(self._pool)}: {describe_request(self._config)}",
-                        remedy="label a node, add one, or change label_selector, num_cpus or resources "
-                        "in PrefetchConfig",
-                    )
-                )
+            broken = len(self._broken) == len(self._pool)
+            if broken or time.monotonic() - began > self._config.placement_timeout_s:
+                raise self._placement_error()
             await asyncio.sleep(0.02)
+
+    def _placement_error(self) -> PlacementError:
+        if self._broken:
+            return PlacementError(
+                explain(
+                    "prefetchers cannot start",
+                    found=f"{next(iter(self._broken.values()))}",
+                    expected="the package, Lance and the transform's modules on the nodes they are placed on",
+                    remedy="install them there, or pass runtime_env in PrefetchConfig",
+                )
+            )
+        return PlacementError(
+            explain(
+                f"no prefetcher could be placed within {self._config.placement_timeout_s:.0f} s",
+                found=f"nodes: {describe_nodes(cluster_nodes())}",
+                expected=f"a node that has, for each of {len(self._pool)}: {describe_request(self._config)}",
+                remedy="label a node, add one, or change label_selector, num_cpus or resources in PrefetchConfig",
+            )
+        )
 
     async def _watch_starts(self) -> None:
         async def one(index: int, prefetcher: Any) -> None:
-            while index not in self._ready:
+            while index not in self._ready and index not in self._broken:
                 try:
                     await prefetcher.ready.remote()
-                    self._ready.add(index)
                     await prefetcher.fence.remote(self._incarnation)
-                except RayActorError:
+                    self._ready.add(index)
+                except RayError as error:
+                    # Ray does not start an actor again whose constructor or environment failed.
+                    if isinstance(error, RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False):
+                        self._broken[index] = error
                     await asyncio.sleep(_RETRY_PAUSE_S)
 
         await asyncio.gather(*(one(index, prefetcher) for index, prefetcher in enumerate(self._pool)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
 _HISTORY = 32  # steps a fast worker may be ahead of a slow one when a state is collected
-_WARN_EVERY_S = 30.0
+_GRACE_S = 10.0  # how long a report waits for workers that may be dead, or busy saving
 _ROUNDS_KEPT = 4
 
 
@@ -41,10 +42,11 @@ class _Round:
     """The n-th report of every worker of one incarnation."""
 
     world_size: int
-    arrived: dict[int, tuple[Seat, Standing]] = field(default_factory=dict)
+    arrived: dict[int, Standing | None] = field(default_factory=dict)  # None: has not opened the stream
     done: asyncio.Event = field(default_factory=asyncio.Event)
     merged: StreamState | None = None
     error: str | None = None
+    replaced: bool = False
 
 
 class StateManager:
@@ -78,10 +80,10 @@ class StateManager:
         """Starts a new incarnation: states of older ones are refused from now on."""
         self._admit(incarnation)
 
-    async def push(self, seat: Seat, epoch: int, step: int, state: StreamState) -> None:
-        """Notes the state a worker will have after the step it is about to be handed."""
+    async def push(self, seat: Seat, standing: Standing) -> None:
+        """Notes where a worker will stand after the step it is about to be handed."""
         if self._admit(seat.incarnation):
-            await self._note(seat, Standing(epoch, step, state))
+            await self._note(seat, standing)
 
     async def where(self) -> RunProgress:
         """Returns where the run stands."""
@@ -90,62 +92,77 @@ class StateManager:
         world_size = max((seat.world_size for seat in self._seats.values()), default=0)
         return RunProgress(name=min(names, default=""), world_size=world_size, ranks=ranks)
 
-    async def commit(self, seat: Seat, number: int, epoch: int, step: int, state: StreamState) -> StreamState:
+    async def commit(self, seat: Seat, number: int, standing: Standing | None) -> StreamState | None:
         """Waits for every worker's report of the same number, and returns the merged state.
+
+        A worker that never comes does not hold up the others for long: any worker's state at the end of a step
+        is complete. One that comes late is compared with those that have gone.
 
         Args:
             seat: Who reports.
-            number: How many times this worker has reported before in this incarnation.
-            epoch: The epoch it stands in.
-            step: Steps of that epoch it has finished.
-            state: Its state.
+            number: Which report of this worker group it is.
+            standing: Where it stands; None if it has not opened the stream.
+
+        Returns:
+            The merged state; None if nobody has opened the stream.
 
         Raises:
             LockstepError: The workers do not stand at the same step; every one of them gets this error.
             StaleIncarnationError: The worker belongs to a group that has been replaced.
         """
-        if not self._admit(seat.incarnation):
-            raise StaleIncarnationError(f"worker group {seat.incarnation} has been replaced by {self._incarnation}")
-        standing = Standing(epoch, step, state)
-        await self._note(seat, standing)
+        self._require(seat)
+        if standing is not None:
+            await self._note(seat, standing)
         current = self._rounds.setdefault(number, _Round(seat.world_size))
-        current.arrived[seat.world_rank] = (seat, standing)
+        if current.done.is_set() and current.error is None and standing is not None:
+            self._compare_late(current, seat, standing)
+        current.arrived[seat.world_rank] = standing
         if len(current.arrived) == current.world_size:
             self._close(current)
-            for old in [n for n in self._rounds if n <= number - _ROUNDS_KEPT]:
-                del self._rounds[old]
-        await self._wait(current, number)
+        if not current.done.is_set():
+            await self._wait(current, number)
+        for old in [n for n in self._rounds if n <= number - _ROUNDS_KEPT]:
+            del self._rounds[old]
+        if current.replaced:
+            self._require(seat)
         if current.error is not None:
             raise LockstepError(current.error)
-        assert current.merged is not None
         return current.merged
 
-    async def collect(self, seat: Seat, epoch: int, step: int, state: StreamState, timeout_s: float) -> StreamState:
+    async def collect(self, seat: Seat, standing: Standing, timeout_s: float) -> StreamState:
         """Returns the merged state of all workers after one step, from what they announced.
 
         Raises:
             LockstepError: Some worker has not been handed that step within ``timeout_s``.
+            StaleIncarnationError: The worker belongs to a group that has been replaced.
         """
-        if not self._admit(seat.incarnation):
-            raise StaleIncarnationError(f"worker group {seat.incarnation} has been replaced by {self._incarnation}")
-        await self._note(seat, Standing(epoch, step, state))
+        self._require(seat)
+        await self._note(seat, standing)
         deadline = time.monotonic() + timeout_s
         async with self._changed:
-            while True:
-                found = self._at(epoch, step)
-                if len(found) == seat.world_size:
-                    return merge_states([standing.state for _, standing in sorted(found.items())])
+            while len(found := self._at(standing.at)) < seat.world_size:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise LockstepError(
-                        f"not every worker reached epoch {epoch}, step {step}, within {timeout_s:.0f} s. "
-                        f"Found: {self._describe(seat.world_size)}. Expected: all at the same step. "
-                        "Remedy: save on every rank after the same step."
-                    )
-                try:
+                    break
+                with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), left)
-                except asyncio.TimeoutError:
-                    continue
+                self._require(seat)
+        if apart := set(self._history) - set(found):
+            raise LockstepError(
+                f"ranks {sorted(apart)} did not reach epoch {standing.epoch}, step {standing.step}, within "
+                f"{timeout_s:.0f} s. Found: {self._describe(seat.world_size)}. Expected: all at the same step. "
+                "Remedy: save on every rank after the same step."
+            )
+        if len(found) < seat.world_size:
+            # Those never heard of announced themselves to a manager that has died; this state is complete.
+            logger.warning(
+                "the state of %s was saved without word of %d ranks", seat.name, seat.world_size - len(found)
+            )
+        return merge_states([found[rank].state for rank in sorted(found)])
+
+    def _require(self, seat: Seat) -> None:
+        if not self._admit(seat.incarnation):
+            raise StaleIncarnationError(f"worker group {seat.incarnation} has been replaced by {self._incarnation}")
 
     def _admit(self, incarnation: int) -> bool:
         """Whether an incarnation is the newest; a newer one replaces what is known."""
@@ -153,55 +170,54 @@ class StateManager:
             self._incarnation = incarnation
             self._seats.clear()
             self._history.clear()
+            for current in self._rounds.values():
+                current.replaced = True
+                current.done.set()
             self._rounds.clear()
         return incarnation == self._incarnation
 
     async def _note(self, seat: Seat, standing: Standing) -> None:
         self._seats[seat.world_rank] = seat
         history = self._history.setdefault(seat.world_rank, deque(maxlen=_HISTORY))
-        if not history or history[-1].at != standing.at:
+        if history and history[-1].at == standing.at:
+            history[-1] = standing
+        else:
             history.append(standing)
         async with self._changed:
             self._changed.notify_all()
 
-    def _at(self, epoch: int, step: int) -> dict[int, Standing]:
-        return {
-            rank: standing
-            for rank, history in self._history.items()
-            for standing in history
-            if standing.at == (epoch, step)
-        }
+    def _at(self, at: tuple[int, int]) -> dict[int, Standing]:
+        return {rank: s for rank, history in self._history.items() for s in history if s.at == at}
 
     def _close(self, current: _Round) -> None:
-        standings = {rank: standing for rank, (_, standing) in sorted(current.arrived.items())}
-        if len({standing.at for standing in standings.values()}) > 1:
-            places = ", ".join(f"rank {rank}: epoch {s.epoch}, step {s.step}" for rank, s in standings.items())
-            current.error = (
-                f"the workers reported at different steps. Found: {places}. Expected: the same step on every rank. "
-                "Remedy: call report() on every rank after the same shard.step."
-            )
-        else:
+        """Ends a round with those that have arrived, and what the others announced for the same step."""
+        if current.done.is_set():
+            return
+        standings = {rank: standing for rank, standing in sorted(current.arrived.items()) if standing is not None}
+        places = {standing.at for standing in standings.values()}
+        if len(places) > 1:
+            current.error = _apart(standings)
+        elif places:
+            announced = {rank: s for rank, s in self._at(places.pop()).items() if rank not in current.arrived}
             try:
-                current.merged = merge_states([standing.state for standing in standings.values()])
+                current.merged = merge_states([s.state for s in (standings | announced).values()])
             except ValueError as error:
                 current.error = f"the workers' states do not fit together: {error}"
         current.done.set()
 
+    def _compare_late(self, current: _Round, seat: Seat, standing: Standing) -> None:
+        earlier = {rank: s for rank, s in sorted(current.arrived.items()) if s is not None and rank != seat.world_rank}
+        if any(other.at != standing.at for other in earlier.values()):
+            raise LockstepError(_apart(earlier | {seat.world_rank: standing}))
+
     async def _wait(self, current: _Round, number: int) -> None:
-        waited = 0.0
-        while not current.done.is_set():
-            try:
-                await asyncio.wait_for(asyncio.shield(current.done.wait()), _WARN_EVERY_S)
-            except asyncio.TimeoutError:
-                waited += _WARN_EVERY_S
-                missing = sorted(set(range(current.world_size)) - set(current.arrived))
-                logger.warning(
-                    "report %d has waited %.0f s for ranks %s; last seen: %s",
-                    number,
-                    waited,
-                    missing,
-                    self._describe(current.world_size),
-                )
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(current.done.wait(), _GRACE_S)
+        if not current.done.is_set():
+            missing = sorted(set(range(current.world_size)) - set(current.arrived))
+            known = self._describe(current.world_size)
+            logger.warning("report %d goes on without ranks %s after %.0f s; %s", number, missing, _GRACE_S, known)
+            self._close(current)
 
     def _describe(self, world_size: int) -> str:
         last: dict[int, Any] = {rank: history[-1] for rank, history in self._history.items()}
@@ -211,3 +227,11 @@ class StateManager:
             else f"rank {rank}: unknown"
             for rank in range(world_size)
         )
+
+
+def _apart(standings: dict[int, Standing]) -> str:
+    places = ", ".join(f"rank {rank}: epoch {s.epoch}, step {s.step}" for rank, s in sorted(standings.items()))
+    return (
+        f"the workers reported at different steps. Found: {places}. Expected: the same step on every rank. "
+        "Remedy: call report() on every rank after the same shard.step."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ray
@@ -19,8 +19,8 @@ class Parcel:
     the object store for as long as a parcel with its reference is held by its owner.
     """
 
-    data: bytes | None
-    ref: list[Any]
+    data: bytes | None = field(repr=False)  # may hold credentials
+    ref: list[Any] = field(repr=False)
 
     @classmethod
     def of(cls, data: bytes) -> Parcel:

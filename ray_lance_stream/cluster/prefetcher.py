@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -62,26 +63,25 @@ class Prefetcher:
     @ray.method(concurrency_group="build")
     def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
         """Opens a plan; called with ``num_returns=2``, so that the rows travel through the object store."""
-        return self._builder.open_plan(spec)
+        with _no_panic("opening a plan"):
+            return self._builder.open_plan(spec)
 
     @ray.method(concurrency_group="build")
     def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int) -> pa.Table:
         """Returns a block.
 
         Raises:
-            StaleIncarnationError: A newer incarnation has been announced.
+            StaleIncarnationError: A newer incarnation has been announced, or has asked for a block.
         """
         with self._lock:
             stale = incarnation < self._incarnation
+            # A prefetcher that was restarted learns here what was announced before.
+            self._incarnation = max(self._incarnation, incarnation)
             self._built["dropped"] += stale
         if stale:
             raise StaleIncarnationError(f"the worker group {incarnation} has been replaced by a newer one")
-        try:
+        with _no_panic("building a block"):
             table, stats = self._builder.build(handle, ranges, _resolve)
-        except Exception:
-            raise
-        except BaseException as error:  # a panic in native code is no Exception, and would end the actor
-            raise RuntimeError(f"{type(error).__name__} while building a block: {error}") from None
         with self._lock:
             self._built["blocks"] += 1
             self._built["rows"] += stats.rows
@@ -89,6 +89,16 @@ class Prefetcher:
             self._built["take_s"] += stats.take_s
             self._built["transform_s"] += stats.transform_s
         return table
+
+
+@contextlib.contextmanager
+def _no_panic(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:  # a panic in native code is no Exception, and would end the actor
+        raise RuntimeError(f"{type(error).__name__} while {doing}: {error}") from None
 
 
 def _resolve(rows: Any) -> IntArray | None:

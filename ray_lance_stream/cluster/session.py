@@ -8,20 +8,20 @@ import threading
 import time
 import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.cluster.coordinator import Coordinator
-from ray_lance_stream.cluster.manager import StateManager
+from ray_lance_stream.cluster.manager import Standing, StateManager
 from ray_lance_stream.cluster.parcel import Parcel
-from ray_lance_stream.cluster.source import RaySource, _call
+from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import StreamClosedError
+from ray_lance_stream.errors import LanceStreamError, StreamClosedError
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import RunProgress
@@ -29,7 +29,7 @@ from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
 NAMESPACE: Final = "ray_lance_stream"
-_MANY_CALLS: Final = 1000  # concurrent calls an async actor takes: every rank may wait in one
+_MANY_CALLS: Final = 100_000  # concurrent calls an async actor takes: every rank may wait in one
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Session:
     coordinator: Any
     manager: Any
     prefetch: PrefetchConfig
-    recipe: Parcel  # held so that a restarted actor finds it
+    recipe: Parcel = field(repr=False)  # held so that a restarted actor finds it
 
     def begin(self) -> int:
         """Starts a new incarnation and returns its id. Waits for a prefetcher.
@@ -48,15 +48,14 @@ class Session:
         Raises:
             PlacementError: No prefetcher could be placed in time.
         """
-        # Time makes ids grow without anybody having to remember the last one.
-        incarnation = time.time_ns()
-        begun = [self.coordinator.begin.remote(incarnation), self.manager.begin.remote(incarnation)]
-        waiting = list(begun)
+        # Time makes ids grow even if the coordinator was restarted and has forgotten the last one.
+        begun = self.coordinator.begin.remote(time.time_ns())
+        waiting = [begun]
         while waiting:  # placing prefetchers may take longer than actors live without a lease
             self.renew("driver")
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=self.prefetch.idle_timeout_s / 4)
-        for call in begun:
-            _call(call)
+            _, waiting = ray.wait(waiting, timeout=self.prefetch.idle_timeout_s / 4)
+        incarnation: int = _answer(begun)
+        _answer(self.manager.begin.remote(incarnation))
         return incarnation
 
     def renew(self, holder: str) -> list[ray.ObjectRef[None]]:
@@ -64,17 +63,21 @@ class Session:
         return [a.renew.options(max_task_retries=0).remote(holder) for a in (self.coordinator, self.manager)]
 
     def is_alive(self, timeout_s: float) -> bool:
-        """Whether both actors answer within the timeout; renews their lives if so."""
+        """Whether the actors live; renews their leases. Slow ones, that do not answer in time, live too."""
         try:
             ray.get(self.renew("driver"), timeout=timeout_s)
+        except GetTimeoutError:
+            return True
         except RayError:
             return False
         return True
 
     def kill(self) -> None:
         """Ends all actors of the session at once; the prefetchers go with the coordinator."""
+        if not ray.is_initialized():
+            return  # they ended with the connection; ray.kill would start a Ray of its own
         for actor in (self.coordinator, self.manager):
-            with contextlib.suppress(RayActorError):
+            with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
 
 
@@ -117,7 +120,7 @@ def start_session(config: StreamConfig, recipe: Parcel) -> Session:
 def end_sessions(stream_id: str) -> None:
     """Ends every session of a stream on the cluster this process is connected to."""
     for actor in _actors_of(stream_id, ""):
-        with contextlib.suppress(RayActorError):
+        with contextlib.suppress(RayError):
             ray.kill(actor, no_restart=True)
 
 
@@ -162,7 +165,11 @@ class RayLink:
         weakref.finalize(self, self._stop.set)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_link, (type(self), self.session, self._owned)
+        return _rebuild_link, (self._without_recipe(), self._owned)
+
+    def _without_recipe(self) -> Session:
+        """The session for other processes: they have no use for the recipe, nor for the credentials in it."""
+        return replace(self.session, recipe=Parcel(None, []))
 
     def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
         """See ``Link``."""
@@ -181,7 +188,7 @@ class RayLink:
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """See ``Link``; sent and not waited for."""
         push = self.session.manager.push.options(max_task_retries=0)  # one that is lost is followed by others
-        push.remote(seat, state.epoch, step, state)
+        push.remote(seat, Standing(state.epoch, step, state))
 
     def close(self) -> None:
         """See ``Link``."""
@@ -189,13 +196,24 @@ class RayLink:
         if self._owned:
             self.session.kill()
             return
+        if not ray.is_initialized():
+            return
         for actor in (self.session.coordinator, self.session.manager):
             actor.release.options(max_task_retries=0).remote(self._holder)
 
 
-def _rebuild_link(kind: type[RayLink], session: Session, owned: bool) -> RayLink:
-    link = kind(session, owned=owned)
-    link.hold()  # this is the worker; it may be long before it asks for the first batch
+def _answer(ref: ray.ObjectRef[Any]) -> Any:
+    """Waits for an actor's answer; an error of ours arrives as it was raised there."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        raise (cause if isinstance(cause, LanceStreamError) else error) from None
+
+
+def _rebuild_link(session: Session, owned: bool) -> RayLink:
+    link = RayLink(session, owned=owned)
+    link.hold()
     return link
 
 
@@ -203,8 +221,14 @@ def _keep_alive(session: Session, holder: str, stop: threading.Event) -> None:
     """Renews the leases until ``stop`` is set, on a thread that refers to nothing else of the shard."""
 
     def renew() -> None:
+        failed = False
         while not stop.is_set() and ray.is_initialized():
-            session.renew(holder)
+            try:
+                session.renew(holder)
+            except Exception:  # whatever it is, the next renewal may work, and without any the stream ends
+                if not failed:
+                    logger.warning("could not renew the stream's lease; trying again", exc_info=True)
+                failed = True
             stop.wait(session.prefetch.idle_timeout_s / 4)
 
     threading.Thread(target=renew, name="lance-stream-lease", daemon=True).start()
