@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
 from pyarrow import fs as pafs
 
-from ray_lance_stream.errors import StateError, explain, shown
+from ray_lance_stream.errors import ConfigError, StateError, explain, shown
 from ray_lance_stream.state import StreamState, merge_states
 
 FILE_NAME: Final = "lance_stream.json"
@@ -28,7 +29,17 @@ def locate(path: str | Path) -> tuple[pafs.FileSystem, str]:
     """Returns the file system and the path on it, for a local path or a URI (``s3://...``)."""
     text = str(path)
     if "://" in text:
-        filesystem, inner = pafs.FileSystem.from_uri(text)
+        try:
+            filesystem, inner = pafs.FileSystem.from_uri(text)
+        except pa.ArrowInvalid as error:
+            raise ConfigError(
+                explain(
+                    "this is no URI of a checkpoint",
+                    found=f"{text} ({error})",
+                    expected="a path, or a URI such as s3://bucket/runs/name/checkpoint",
+                    remedy="correct it; a ray.train.Checkpoint carries its file system with it",
+                )
+            ) from error
         return filesystem, inner
     return pafs.LocalFileSystem(), str(Path(text).expanduser().resolve())
 

@@ -6,13 +6,16 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import lance
-import lancedb
 
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.table import PinnedTable, listed, present_versions, version_gone
+
+if TYPE_CHECKING:
+    import lancedb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class TableRef:
         name: The table's name.
         storage_options: Options of the object store; their values are never shown, as they hold secrets.
         connection_factory: Called with the name, returns the open table; instead of ``uri``.
+        dataset_uri: Where LanceDB keeps the table, once known (see :meth:`located`): other processes then open
+            it without LanceDB, which takes seconds to load.
 
     Raises:
         ConfigError: Not exactly one of uri and connection_factory, or a database that cannot be read.
@@ -34,6 +39,7 @@ class TableRef:
     name: str
     storage_options: Mapping[str, str] | None = field(default=None, hash=False)
     connection_factory: Callable[[str], lancedb.table.Table] | None = None
+    dataset_uri: str | None = None
 
     def __post_init__(self) -> None:
         if (self.uri is None) == (self.connection_factory is None):
@@ -87,9 +93,15 @@ class TableRef:
                 raise version_gone(self.name, version, present) from self.shown(error)
         return PinnedTable(dataset, self)
 
+    def located(self, opened: PinnedTable) -> TableRef:
+        """Returns this reference with what is known once the table has been opened."""
+        return self if self.uri is None else replace(self, dataset_uri=opened.uri)
+
     def _open_latest(self) -> lance.LanceDataset:
         database = None
         try:
+            if self.dataset_uri is not None:
+                return lance.dataset(self.dataset_uri, storage_options=self._options())
             if self.connection_factory is not None:
                 table = self.connection_factory(self.name)
             else:
@@ -122,8 +134,12 @@ class TableRef:
                     remedy="check uri",
                 )
             )
-        options = None if self.storage_options is None else dict(self.storage_options)
-        return lancedb.connect(uri, storage_options=options)
+        import lancedb
+
+        return lancedb.connect(uri, storage_options=self._options())
+
+    def _options(self) -> dict[str, str] | None:
+        return None if self.storage_options is None else dict(self.storage_options)
 
     def _missing(self, database: lancedb.DBConnection) -> ConfigError | None:
         """Returns the error to raise if the database has no such table, or None."""

@@ -129,8 +129,8 @@ class LanceStream:
             storage_options=storage_options,
             connection_factory=connection_factory,
         )
-        recipe = BlockRecipe(table=ref, columns=_column_names(columns), transform=_transform(transform))
         opened = ref.open(version)
+        recipe = BlockRecipe(table=ref.located(opened), columns=_column_names(columns), transform=_transform(transform))
         opened.take(np.empty(0, np.int64), recipe.columns)  # an unknown column fails here
         if filter is not None:
             opened.check_filter(filter)

@@ -47,6 +47,7 @@ class PinnedTable:
     ``take`` and ``matching_rows`` may be called by several threads at once.
 
     Attributes:
+        uri: Where the table's files are.
         version: The version's number.
         identity: What the version is, wherever it lies.
         num_rows: Live rows.
@@ -63,6 +64,7 @@ class PinnedTable:
         self._deletions = np.array([fragment.num_deletions for fragment in fragments], np.int64)
         self._numbers: RowNumbers | None = None
         self._lock = threading.Lock()
+        self.uri: str = dataset.uri
         self.version: int = dataset.version
         self.num_rows = int(self._physical_rows.sum() - self._deletions.sum())
         self.schema: pa.Schema = dataset.scanner(blob_handling="all_binary").projected_schema

@@ -85,7 +85,7 @@ def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: 
 links: dict[str, TrainLink] = {}
 
 # The checkpoint this worker started from, and what was read from it.
-_start: Checkpoint | None | Literal["unknown"] = "unknown"
+_start: Checkpoint | Literal["unknown"] | None = "unknown"
 _found: tuple[Streams | None, str | None] | None = None
 
 

@@ -7,15 +7,34 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from blocks import BLOCK
 from conftest import Tables, stream_threads
 
-from ray_lance_stream import ConfigError, PrefetchConfig, StateError, StreamClosedError, StreamShard, TransformError
+from ray_lance_stream import (
+    ConfigError,
+    PrefetchConfig,
+    StateError,
+    StreamClosedError,
+    StreamShard,
+    TransformError,
+    collate,
+)
+from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.errors import TableVersionError
+from ray_lance_stream.local import LocalLink, LocalSource
+from ray_lance_stream.location import TableRef
+from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.source import BlockSource
+from ray_lance_stream.topology import Seat
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 TINY = PrefetchConfig(block_bytes=1, max_buffer_bytes=1)
@@ -92,6 +111,40 @@ def test_batches_are_the_trainers_own_memory_unless_asked_otherwise(tables: Tabl
         shard.load_state_dict(state)
         owned = next(iter(shard.iter_batches()))["x"]
         assert owned.flags.writeable and not np.shares_memory(owned, views[0])
+
+
+def test_arrow_batches_do_not_keep_the_block_unless_asked_to(tables: Tables) -> None:
+    def code(batch: pa.RecordBatch) -> pa.RecordBatch:
+        return batch.append_column("word", batch["text"].dictionary_encode())
+
+    with tables.stream(transform=code).open() as shard:
+        state = shard.state_dict()
+        copies = list(shard.iter_batches(batch_format="pyarrow"))
+        shard.load_state_dict(state)
+        views = list(shard.iter_batches(batch_format="pyarrow", zero_copy=True))
+    assert copies == views
+    for copy, view in zip(copies, views, strict=True):
+        assert copy.get_total_buffer_size() < 0.6 * view.get_total_buffer_size()  # of the whole block
+
+
+def test_an_arrow_copy_shares_no_memory_of_any_column() -> None:
+    table = BLOCK.select([name for name in BLOCK.column_names if name != "nothing"])  # nulls have no memory
+    parts = [table.slice(2, 3), table.slice(5, 6)]
+
+    def memory(array: Any) -> set[int]:
+        if isinstance(array, pa.ExtensionArray):
+            return memory(array.storage)
+        inner = memory(array.dictionary) if pa.types.is_dictionary(array.type) else set()
+        return inner | {buffer.address for buffer in array.buffers() if buffer is not None and buffer.size}
+
+    def memory_of(tables: list[pa.Table], name: str) -> set[int]:
+        return {place for table in tables for chunk in table[name].chunks for place in memory(chunk)}
+
+    copy, view = collate.to_arrow(parts), collate.to_arrow(parts, copy=False)
+    assert copy == view == table.slice(2, 9)
+    for name in table.column_names:
+        assert memory_of([view], name) <= memory_of([table], name)
+        assert memory_of([copy], name).isdisjoint(memory_of([table], name)), name
 
 
 def test_collate_fn_gets_numpy_and_its_result_is_yielded(tables: Tables) -> None:
@@ -198,6 +251,41 @@ def test_waiting_is_told_from_training(tables: Tables) -> None:
     assert stats.wait_share < 0.9
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_the_length_of_batches_is_what_is_left_of_them(tables: Tables, micro_batch_size: int | None) -> None:
+    with tables.stream(51, global_batch_size=20).open() as shard:  # 12 cycles: steps of 5, 5 and 2
+        batches = shard.iter_batches(micro_batch_size=micro_batch_size)
+        whole = len(batches)
+        assert whole == (3 if micro_batch_size is None else 7 + 7 + 3)
+        for left, _ in zip(reversed(range(whole)), batches, strict=True):
+            # With the last batch the loop may be left, and the next one is the next epoch's.
+            assert len(batches) == (left or whole)
+        assert len(batches) == whole
+        state = shard.state_dict()
+        assert len([*batches]) == whole
+    with tables.stream(51, global_batch_size=8).open() as shard:  # 10 cycles are 5 steps of these
+        shard.load_state_dict(state | dict.fromkeys(("samples_consumed_per_split", "split_positions"), [5] * 4))
+        batches = shard.iter_batches(micro_batch_size=micro_batch_size)
+        assert len(batches) == len(list(batches)) == (4 if micro_batch_size is None else 2 + 3 * 3)
+    with tables.stream().open() as shard:
+        for _ in zip(range(len(shard)), shard, strict=False):
+            pass
+        end = shard.state_dict()
+        shard.load_state_dict(end)
+        assert len(shard.iter_batches()) == 0
+
+
+def test_a_budget_without_room_to_read_ahead_is_told_of_once(tables: Tables, caplog: pytest.LogCaptureFixture) -> None:
+    with tables.stream(prefetch=PrefetchConfig(max_buffer_bytes=1000)).open(world_size=2, name="mine") as shard:
+        for _ in range(2):
+            list(shard.iter_batches())
+    assert len(caplog.messages) == 1
+    assert all(word in caplog.text for word in ("'mine'", "no room to read ahead", "max_buffer_bytes=...) to 1 MiB"))
+    with tables.stream().open() as shard:
+        list(shard.iter_batches())
+    assert len(caplog.messages) == 1
+
+
 def test_each_worker_gets_an_equal_part_of_the_budget(tables: Tables) -> None:
     prefetch = PrefetchConfig(max_buffer_bytes=9000, block_bytes=500)
     with tables.stream(500, num_splits=6, global_batch_size=6, prefetch=prefetch).open(world_size=3) as shard:
@@ -256,6 +344,32 @@ def test_a_bad_row_far_ahead_does_not_keep_back_the_good_ones_before_it(tables: 
                 for batch in shard.iter_batches(prefetch_batches=2):
                     got.append(batch["id"].tolist())
     assert got == want[:4]
+
+
+@pytest.mark.parametrize("prefetch_batches", [0, 2])
+def test_an_iteration_that_failed_does_not_look_like_one_that_ended(tables: Tables, prefetch_batches: int) -> None:
+    failures = [ValueError("once")]
+
+    def fail_once(batch: dict[str, Any]) -> Any:
+        if failures and batch["id"].tolist() == want[1]:
+            raise failures.pop()
+        return batch["id"].tolist()
+
+    with tables.stream().open() as shard:
+        want = [batch["id"].tolist() for batch in shard.iter_batches()]
+    with tables.stream().open() as shard:
+        batches = shard.iter_torch_batches(collate_fn=fail_once, prefetch_batches=prefetch_batches)
+        first = iter(batches)
+        got = [next(first)]
+        with pytest.raises(ValueError, match="once"):
+            next(first)
+        for _ in range(2):
+            with pytest.raises(StreamClosedError, match=r"ended with ValueError; iterate anew"):
+                next(first)
+        again = iter(batches)
+        assert got + list(again) == want
+        with pytest.raises(StopIteration):  # this one did end
+            next(again)
 
 
 def test_the_cut_of_a_step_under_way_cannot_change(tables: Tables) -> None:
@@ -405,6 +519,97 @@ def test_a_closed_shard_says_so_and_may_be_closed_again(tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("prefetch_batches", [0, 2])
+class Broken(LocalLink):
+    """Opens sources whose plans fail, or wait for the source to be closed."""
+
+    def __init__(self, recipe: BlockRecipe, *, broken_epochs: set[int], waits: bool = False) -> None:
+        super().__init__(recipe)
+        self.broken_epochs, self.waits = broken_epochs, waits
+        self.waiting, self.stopped, self.link_closed = threading.Event(), threading.Event(), False
+
+    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
+        link, source = self, super().open_source(config, seat)
+
+        class Source(LocalSource):
+            def __init__(self) -> None: ...
+
+            def plan(self, spec: PlanSpec) -> PlanHandle:
+                if spec.epoch not in link.broken_epochs:
+                    return source.plan(spec)
+                link.waiting.set()
+                if link.waits and link.stopped.wait(10):
+                    raise StreamClosedError("given up")
+                raise TableVersionError("gone")
+
+            def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+                return source.request(handle, ranges)
+
+            def close(self) -> None:
+                link.stopped.set()
+                source.close()
+                if link.waits:
+                    return
+                raise ConnectionError("the source cannot be closed")
+
+        return Source()
+
+    def close(self) -> None:
+        self.link_closed = True
+
+
+def broken_shard(tables: Tables, **options: Any) -> tuple[StreamShard, Broken]:
+    stream = tables.stream()
+    link = Broken(BlockRecipe(table=TableRef(uri=tables.uri(50), name="t")), **options)
+    return StreamShard(stream.config, Seat(), link), link
+
+
+def test_a_shard_that_cannot_be_opened_is_closed(tables: Tables) -> None:
+    shard, link = broken_shard(tables, broken_epochs={0})
+    with pytest.raises(ConnectionError), shard:
+        pass
+    assert shard.closed and link.link_closed
+
+
+def test_the_link_is_closed_even_if_the_source_is_not(tables: Tables) -> None:
+    shard, link = broken_shard(tables, broken_epochs=set())
+    assert len(shard) == 6
+    with pytest.raises(ConnectionError, match="cannot be closed"):
+        shard.close()
+    assert shard.closed and link.link_closed
+    shard.close()
+
+
+def test_a_state_is_loaded_though_the_streams_own_plan_cannot_be_opened(tables: Tables) -> None:
+    with tables.stream().open() as shard:
+        list(shard)
+        state = shard.state_dict()
+        want = next(iter(shard))["id"].tolist()
+    shard, _ = broken_shard(tables, broken_epochs={0}, waits=True)
+    shard.load_state_dict(state)
+    assert (shard.epoch, next(iter(shard))["id"].tolist()) == (1, want)
+    shard.close()
+
+
+def test_close_ends_a_wait_for_a_plan(tables: Tables) -> None:
+    shard, link = broken_shard(tables, broken_epochs={0}, waits=True)
+    out: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            len(shard)
+        except BaseException as error:
+            out.append(error)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    assert link.waiting.wait(10)
+    began = time.monotonic()
+    shard.close()
+    thread.join(5)
+    assert time.monotonic() - began < 5
+    assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
+
+
 def test_close_from_another_thread_ends_a_loop_at_any_moment(tables: Tables, prefetch_batches: int) -> None:
     for attempt in range(12):
         shard = tables.stream(500, prefetch=TINY).open()

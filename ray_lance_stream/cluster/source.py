@@ -150,9 +150,10 @@ class RaySource:
         """Opens plans whose rows were lost again, and looks who is there now."""
         with self._lock:
             lost, self._rows_lost = self._rows_lost, {}
-            lost = {key: handle for key, handle in lost.items() if self._plans.get(key, handle) is handle}
-        for handle in lost.values():
-            self._ensure(handle.spec, [handle.matching_rows])  # in a list, else Ray would look for the rows
+            now = [(self._plans.get(key, handle), handle) for key, handle in lost.items()]
+        for current, handle in now:
+            if current.matching_rows == handle.matching_rows:  # else they were found again in the meantime
+                self._ensure(handle.spec, [handle.matching_rows])  # in a list, else Ray would look for the rows
         self._refresh()
 
     def _refresh(self) -> None:

@@ -1,0 +1,371 @@
+"""cluster/source.py and cluster/prefetcher.py without a cluster: Ray's calls are answered by small objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from conftest import Tables
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectLostError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+
+from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.cluster import source as source_module
+from ray_lance_stream.cluster.prefetcher import Prefetcher
+from ray_lance_stream.cluster.source import RaySource
+from ray_lance_stream.errors import StaleIncarnationError, StreamClosedError, TransformError
+from ray_lance_stream.location import TableRef
+from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
+from ray_lance_stream.request import PlanHandle, Ranges
+
+RANGES = Ranges(first_split=0, num_splits=4, start=0, stop=1)
+UNAVAILABLE = ActorUnavailableError("", bytes(16))
+
+
+class Ref(Future[Any]):
+    """Stands for an ObjectRef: a call that is answered by whoever holds it."""
+
+    def future(self) -> Future[Any]:
+        return self
+
+
+class Method:
+    """A remote method; ``answer`` says what, raises, or returns a Ref to be answered later."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.answer = answer
+        self.calls: list[tuple[Any, ...]] = []
+
+    def options(self, **_: Any) -> Method:
+        return self
+
+    def remote(self, *args: Any) -> Ref:
+        self.calls.append(args)
+        ref = Ref()
+        try:
+            value = self.answer(*args)
+        except BaseException as error:
+            ref.set_exception(error)
+        else:
+            if isinstance(value, Ref):
+                return value
+            ref.set_result(value)
+        return ref
+
+
+class Actor:
+    """A prefetcher that answers when told to."""
+
+    def __init__(self, name: str) -> None:
+        self._actor_id = name
+        self.refs: list[Ref] = []
+        self.build = Method(lambda *_: self.refs.append(Ref()) or self.refs[-1])  # type: ignore[func-returns-value]
+
+
+class Cluster:
+    """A coordinator, its prefetchers, and what ``source.py`` asks of Ray."""
+
+    def __init__(self, actors: int = 2) -> None:
+        self.actors = [Actor(str(index)) for index in range(actors)]
+        self.pool = Method(lambda: list(self.actors))
+        self.ensure = Method(self.plan)
+        self.now, self.initialized = 100.0, True
+        self.cancelled: list[Ref] = []
+        self.lists = 0
+
+    def plan(self, spec: PlanSpec, lost: Any = None) -> PlanHandle:
+        self.lists += lost is not None or not self.lists
+        rows = f"rows {self.lists}" if spec.order.filter else None
+        return PlanHandle(spec=spec, num_rows=40, matching_rows=rows, schema=pa.schema([]), bytes_per_row=10.0)
+
+    def wait(self, refs: list[Ref], timeout: float) -> tuple[list[Any], list[Any]]:
+        done, rest = wait(refs, timeout)
+        return list(done), list(rest)
+
+    def get(self, ref: Ref) -> Any:
+        return ref.result()
+
+    def cancel(self, ref: Ref) -> None:
+        assert self.initialized, "ray.cancel would start Ray"
+        self.cancelled.append(ref)
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def source(self) -> RaySource:
+        return RaySource(self, 1, retry_window_s=60.0)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = Cluster()
+    for name in ("wait", "get", "cancel", "is_initialized"):
+        monkeypatch.setattr(f"ray.{name}", getattr(cluster, name))
+    monkeypatch.setattr(source_module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
+    monkeypatch.setattr(source_module, "_POLL_S", 0.05)
+    yield cluster
+
+
+def spec(epoch: int = 0, filter: str | None = None) -> PlanSpec:
+    table = TableIdentity(version=1, fingerprint="f")
+    return PlanSpec(table=table, order=OrderSpec(num_splits=4, filter=filter), epoch=epoch)
+
+
+def in_task(cause: Exception) -> RayTaskError:
+    error: Any = RayTaskError  # untyped
+    wrapped: RayTaskError = error("build", "traceback", cause)
+    return wrapped
+
+
+def lost() -> ObjectLostError:
+    return ObjectLostError("00", None, "")
+
+
+def asked(cluster: Cluster) -> list[int]:
+    return [len(actor.refs) for actor in cluster.actors]
+
+
+# --- whom it asks ------------------------------------------------------------------------------------------
+
+
+def test_many_consumers_begin_with_different_prefetchers_and_leave_the_users_random_numbers(cluster: Cluster) -> None:
+    state = random.getstate()
+    for _ in range(60):
+        source = cluster.source()
+        source.request(source.plan(spec()), RANGES)
+    assert min(asked(cluster)) >= 10
+    assert random.getstate() == state
+
+
+def test_the_prefetcher_with_fewer_open_requests_is_asked(cluster: Cluster) -> None:
+    source = cluster.source()
+    for _ in range(6):
+        source.request(source.plan(spec()), RANGES)
+    assert asked(cluster) == [3, 3]
+    for ref in cluster.actors[1].refs:
+        ref.set_result("block")
+    for _ in range(3):
+        source.request(source.plan(spec()), RANGES)
+    assert asked(cluster) == [3, 6]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), UNAVAILABLE, lost(), WorkerCrashedError()])
+def test_a_prefetcher_that_fails_is_passed_over_for_longer_and_longer(cluster: Cluster, error: Exception) -> None:
+    source, (bad, good) = cluster.source(), cluster.actors
+    for _ in range(6):
+        source.request(source.plan(spec()), RANGES)
+
+    def asks_bad() -> bool:
+        """Whether it is asked, which has no open request where the good one has three."""
+        before = len(bad.refs)
+        source.request(source.plan(spec()), RANGES)
+        if len(bad.refs) == before:
+            good.refs[-1].set_result("block")
+        return len(bad.refs) > before
+
+    def fail_open() -> None:
+        for ref in bad.refs:
+            if not ref.done():
+                ref.set_exception(error)
+
+    for pause_s in (2, 4, 8, 16, 32, 60, 60):
+        fail_open()  # three together, at first, count once
+        cluster.now += pause_s * 0.9
+        assert not asks_bad()
+        cluster.now += pause_s * 0.2
+        assert asks_bad()
+    bad.refs[-1].set_result("block")
+    assert asks_bad()
+    fail_open()
+    assert not asks_bad()
+    cluster.now += 2.1
+    assert asks_bad()
+
+
+@pytest.mark.parametrize("error", [in_task(OSError("x")), TaskCancelledError()])
+def test_a_prefetcher_that_answers_with_an_error_is_not_passed_over(cluster: Cluster, error: Exception) -> None:
+    source = cluster.source()
+    for _ in range(4):
+        source.request(source.plan(spec()), RANGES)
+    for ref in cluster.actors[0].refs:
+        ref.set_exception(error)
+    source.request(source.plan(spec()), RANGES)
+    assert asked(cluster) == [3, 2]
+
+
+# --- what it asks again ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "few", "late"),
+    [
+        (in_task(OSError("503")), True, False),
+        (in_task(ConnectionResetError()), True, False),
+        (ActorDiedError(), True, False),
+        (lost(), True, False),
+        (in_task(RuntimeError("panic")), False, False),
+    ],
+)
+def test_what_time_may_heal_is_asked_for_again_within_the_window(
+    cluster: Cluster, error: Exception, few: bool, late: bool
+) -> None:
+    source = cluster.source()
+    delays = [source.retry_delay_s(error, attempt, 0.0) for attempt in (1, 2, 3)]
+    assert delays == [0.1, 0.2, 0.4]
+    for attempt in (4, 20, 5000):
+        assert (source.retry_delay_s(error, attempt, 59.0) is not None) is few
+        assert (source.retry_delay_s(error, attempt, 61.0) is not None) is late
+    assert source.retry_delay_s(error, 3, 61.0) is not None
+    if few:
+        assert source.retry_delay_s(error, 5000, 1.0) == 2.0
+
+
+def test_errors_of_the_users_are_final_and_withdrawn_requests_too(cluster: Cluster) -> None:
+    source = cluster.source()
+    for error in (in_task(TransformError("row 3")), TransformError("row 3"), TaskCancelledError()):
+        assert source.retry_delay_s(error, 1, 0.0) is None
+
+
+# --- lists of rows that were lost --------------------------------------------------------------------------
+
+
+def fail(cluster: Cluster, source: RaySource, handle: PlanHandle, error: Exception) -> None:
+    source.request(handle, RANGES)
+    ref = next(ref for actor in cluster.actors for ref in actor.refs if not ref.done())
+    ref.set_exception(error)
+    assert source.retry_delay_s(error, 1, 0.0) is not None
+
+
+def sent(cluster: Cluster, source: RaySource, handle: PlanHandle) -> Any:
+    before = [len(actor.build.calls) for actor in cluster.actors]
+    source.request(handle, RANGES)
+    (call,) = [a.build.calls[-1] for a, n in zip(cluster.actors, before, strict=True) if len(a.build.calls) > n]
+    return call[0].matching_rows
+
+
+def test_only_a_lost_list_of_rows_is_built_again_and_only_once(cluster: Cluster) -> None:
+    source = cluster.source()
+    first, second = source.plan(spec(0, "id > 3")), source.plan(spec(1, "id > 3"))
+    plain = source.plan(spec(2))
+    cluster.ensure.calls.clear()
+    fail(cluster, source, first, lost())  # a block
+    fail(cluster, source, plain, in_task(lost()))  # there is no list
+    fail(cluster, source, first, in_task(OSError("x")))
+    assert cluster.ensure.calls == []
+    stale = dataclasses.replace(first)  # as another request still holds it
+    open_request = source.request(first, RANGES)
+    fail(cluster, source, first, in_task(lost()))
+    del open_request
+    assert cluster.ensure.calls == [(first.spec, ["rows 1"])]
+    for handle, rows in ((first, "rows 2"), (stale, "rows 2"), (second, "rows 1"), (plain, None)):
+        assert sent(cluster, source, handle) == rows
+    for actor in cluster.actors:  # those sent before fail late, and all the same do not lose the new list
+        for ref in actor.refs:
+            if not ref.done():
+                ref.set_result("block")
+
+
+# --- its end -----------------------------------------------------------------------------------------------
+
+
+def test_close_withdraws_requests_and_never_starts_ray(cluster: Cluster) -> None:
+    source = cluster.source()
+    answer = source.request(source.plan(spec()), RANGES)
+    source.close()
+    assert len(cluster.cancelled) == 1
+    cluster.initialized = False
+    source.close()
+    answer.cancel()
+    assert len(cluster.cancelled) == 1
+
+
+def test_close_ends_a_wait_for_the_coordinator(cluster: Cluster) -> None:
+    source = cluster.source()
+    cluster.ensure.answer = lambda *_: Ref()  # never answered
+    out: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            source.plan(spec())
+        except BaseException as error:
+            out.append(error)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    source.close()
+    thread.join(5)
+    assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
+
+
+def test_a_coordinator_that_has_ended_is_a_closed_stream(cluster: Cluster) -> None:
+    source = cluster.source()
+
+    def dead(*_: Any) -> Any:
+        raise ActorDiedError()
+
+    cluster.ensure.answer = cluster.pool.answer = dead
+    with pytest.raises(StreamClosedError, match=r"actors have ended.*open the stream again"):
+        source.plan(spec())
+    with pytest.raises(StreamClosedError, match="actors have ended"):
+        source.retry_delay_s(ActorDiedError(), 1, 0.0)
+    with pytest.raises(StreamClosedError, match="actors have ended"):
+        cluster.source()
+
+
+# --- the prefetcher ----------------------------------------------------------------------------------------
+
+
+def prefetcher(tables: Tables) -> tuple[Any, PlanSpec]:
+    ref = TableRef(uri=tables.uri(50), name="t")
+    recipe = BlockRecipe(table=ref)
+
+    class Unpacked:
+        def unpack(self) -> BlockRecipe:
+            return recipe
+
+    table = ref.open()
+    parcel: Any = Unpacked()
+    plan = PlanSpec(table=table.identity, order=OrderSpec(num_splits=4), epoch=0)
+    return Prefetcher(parcel, table.version, "p"), plan
+
+
+def test_a_request_of_a_newer_incarnation_raises_the_fence(tables: Tables) -> None:
+    actor, plan = prefetcher(tables)  # as after a restart: nobody has told it of any incarnation
+    handle, _ = actor.open_plan(plan)
+    assert actor.build(handle, RANGES, 7).num_rows == 4
+    with pytest.raises(StaleIncarnationError):
+        actor.build(handle, RANGES, 6)
+    assert actor.build(handle, RANGES, 7).num_rows == 4
+    assert (actor.stats()["blocks"], actor.stats()["dropped"]) == (2, 1)
+
+
+def test_a_panic_of_native_code_does_not_end_the_prefetcher(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: Any) -> Any:
+        raise PanicException("index out of bounds")
+
+    actor, plan = prefetcher(tables)
+    handle, _ = actor.open_plan(plan)
+    monkeypatch.setattr(actor._builder, "build", panic)
+    monkeypatch.setattr(actor._builder, "open_plan", panic)
+    with pytest.raises(RuntimeError, match="PanicException while opening a plan: index out of bounds"):
+        actor.open_plan(plan)
+    with pytest.raises(RuntimeError, match="PanicException while building a block: index out of bounds"):
+        actor.build(handle, RANGES, 0)
