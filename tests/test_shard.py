@@ -264,7 +264,9 @@ def test_the_length_of_batches_is_what_is_left_of_them(tables: Tables, micro_bat
         state = shard.state_dict()
         assert len([*batches]) == whole
     with tables.stream(51, global_batch_size=8).open() as shard:  # 10 cycles are 5 steps of these
-        shard.load_state_dict(state | dict.fromkeys(("samples_consumed_per_split", "split_positions"), [5] * 4))
+        shard.load_state_dict(
+            state | dict.fromkeys(("samples_consumed_per_split", "positions_consumed_per_split"), [5] * 4)
+        )
         batches = shard.iter_batches(micro_batch_size=micro_batch_size)
         assert len(batches) == len(list(batches)) == (4 if micro_batch_size is None else 2 + 3 * 3)
     with tables.stream().open() as shard:
@@ -276,7 +278,7 @@ def test_the_length_of_batches_is_what_is_left_of_them(tables: Tables, micro_bat
 
 
 def test_a_budget_without_room_to_read_ahead_is_told_of_once(tables: Tables, caplog: pytest.LogCaptureFixture) -> None:
-    with tables.stream(prefetch=PrefetchConfig(max_buffer_bytes=1000)).open(world_size=2, name="mine") as shard:
+    with tables.stream(prefetch=PrefetchConfig(max_buffer_bytes=500)).open(world_size=2, name="mine") as shard:
         for _ in range(2):
             list(shard.iter_batches())
     assert len(caplog.messages) == 1
@@ -518,7 +520,6 @@ def test_a_closed_shard_says_so_and_may_be_closed_again(tables: Tables) -> None:
         never_used.state_dict()
 
 
-@pytest.mark.parametrize("prefetch_batches", [0, 2])
 class Broken(LocalLink):
     """Opens sources whose plans fail, or wait for the source to be closed."""
 
@@ -610,6 +611,7 @@ def test_close_ends_a_wait_for_a_plan(tables: Tables) -> None:
     assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
 
 
+@pytest.mark.parametrize("prefetch_batches", [0, 2])
 def test_close_from_another_thread_ends_a_loop_at_any_moment(tables: Tables, prefetch_batches: int) -> None:
     for attempt in range(12):
         shard = tables.stream(500, prefetch=TINY).open()
