@@ -17,12 +17,15 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon Train takes in a report
+# Lance warns of forks. Ray forks only to execute another program at once, which is safe.
+warnings.filterwarnings("ignore", message=".*fork")
 
 import lancedb
 import numpy as np
@@ -200,6 +203,9 @@ def main() -> None:
     uri = args.uri or str(output / "db")
 
     began = time.perf_counter()
+    # A CPU for each trainer; prefetchers reserve none by default.
+    local = {"num_cpus": max(args.workers), "log_to_driver": False} if args.address == "local" else {}
+    ray.init(address=args.address, **local)
     write_table(uri, args.table)
     stream = LanceStream(
         uri,
@@ -230,11 +236,8 @@ def main() -> None:
             run_config=RunConfig(name="digits", storage_path=str(output / "runs")),
         ).fit()
 
-    reference = dict(reference_batches(stream, args.epochs))
-    # A CPU for each trainer; prefetchers reserve none by default.
-    local = {"num_cpus": max(args.workers), "log_to_driver": False} if args.address == "local" else {}
-    ray.init(address=args.address, **local)
-    with stream, progress_bar(stream, len(reference) // args.epochs, args.epochs):
+    cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits
+    with stream, progress_bar(stream, -(-cycles * args.num_splits // args.global_batch_size), args.epochs):
         try:
             fit(args.workers[0], fail_at=[args.epochs // 3, args.checkpoint_every + 5])
         except ray.train.TrainingFailedError as error:
@@ -243,7 +246,7 @@ def main() -> None:
     ray.shutdown()
 
     batches, worlds, replayed = logged_batches(output / "ids")
-    equal = batches == reference
+    equal = batches == dict(reference_batches(stream, args.epochs))
     metrics = result.metrics or {}
     score = accuracy(uri, args.table, result.checkpoint) if result.checkpoint else 0.0
     print(f"\nworld sizes          {' -> '.join(map(str, worlds))}")
