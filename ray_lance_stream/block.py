@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.columns import cast_to
@@ -133,6 +134,12 @@ class BlockBuilder:
         done = time.perf_counter()
         stats = BuildStats(rows=block.num_rows, num_bytes=block.nbytes, take_s=taken - began, transform_s=done - taken)
         return block, stats
+
+    def warm_up(self, version: int) -> None:
+        """Opens a version of the table and reads a few rows all over it, so that its files' footers are loaded."""
+        table = self.open_table(version)
+        rows = np.unique(np.linspace(0, max(0, table.num_rows - 1), _PROBE_ROWS, dtype=np.int64))
+        table.take(rows[rows < table.num_rows], self._recipe.columns)
 
     def open_table(self, version: int) -> PinnedTable:
         """Opens a version of the table, or finds it open."""

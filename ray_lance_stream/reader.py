@@ -21,7 +21,8 @@ from ray_lance_stream.source import BlockSource
 logger = logging.getLogger("ray_lance_stream")
 _POLL_S: Final = 0.2  # how often a wait looks after the other blocks in flight
 _SAY_EVERY_S: Final = 30.0  # how often a wait that goes on is told of
-_FIRST_BLOCK_BYTES: Final = 512 * 1024
+_FIRST_BLOCK_BYTES: Final = 128 * 1024  # or one step, if that is no more than a small block
+_SMALL_BLOCK_BYTES: Final = 512 * 1024  # a tight budget makes blocks no smaller than this
 _GROWTH: Final = 2  # each block may be this many times the size of the one before
 
 
@@ -81,10 +82,13 @@ class BlockReader:
         self._blocks: deque[_Block] = deque()
         self._next_cycle = start_cycle  # first cycle not yet asked for
         self._bytes_per_cycle = handle.bytes_per_row * len(owned_splits)
-        smallest = max(_FIRST_BLOCK_BYTES, self._bytes_per_cycle * cycles_per_step / 4)
+        step_bytes = self._bytes_per_cycle * cycles_per_step
+        smallest = max(_SMALL_BLOCK_BYTES, step_bytes / 4)
         self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
-        self._next_bytes = min(float(_FIRST_BLOCK_BYTES), self._largest_bytes)
+        first = max(_FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
+        self._next_bytes = min(float(first), self._largest_bytes)
         self._closed = False
+        self._any_arrived = False
         self.interrupted = threading.Event()  # set: the read under way raises StreamClosedError
         self.wait_s = 0.0
         self.retries = 0
@@ -108,6 +112,7 @@ class BlockReader:
             first, last = max(block.start * width, rows.start), min(block.stop * width, rows.stop)
             if first < last:
                 parts.append(self._wait(block).slice(first - block.start * width, last - first))
+        self._ask_ahead(until=0)
         if sum(part.num_rows for part in parts) != len(rows):
             raise BlockError(f"rows {rows.start} to {rows.stop} are not in the blocks that were read")
         return parts
@@ -131,8 +136,9 @@ class BlockReader:
             size = self._block_cycles()
             estimate = size * self._bytes_per_cycle
             held = self.buffered_bytes
-            if self._blocks and self._next_cycle >= until and held + estimate > self._read_ahead.max_bytes:
-                return
+            ahead = self._next_cycle >= until and bool(self._blocks)
+            if ahead and (not self._any_arrived or held + estimate > self._read_ahead.max_bytes):
+                return  # what is wanted first does not share the prefetchers with what comes later
             start, stop = self._next_cycle, min(self._next_cycle + size, self._end_cycle)
             self._blocks.append(
                 _Block(
@@ -219,6 +225,7 @@ class BlockReader:
         error = block.future.exception()
         if error is None:
             block.table = block.future.result()
+            self._any_arrived = True
             block.num_bytes = block.table.nbytes
             # Later estimates follow what rows really weigh, so that the budget holds for skewed data.
             self._bytes_per_cycle = max(1.0, block.num_bytes / (block.stop - block.start))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 
 from ray_lance_stream.cluster.parcel import Parcel
-from ray_lance_stream.errors import StaleIncarnationError
+from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -34,8 +34,8 @@ class Prefetcher:
         self._builder = BlockBuilder(recipe.unpack())
         # Ready means ready: Lance is loaded and the table open. What fails here fails again, and is then
         # raised, when a plan is opened.
-        with contextlib.suppress(Exception):
-            self._builder.open_table(version)
+        with contextlib.suppress(LanceStreamError, OSError):
+            self._builder.warm_up(version)
         self._lock = threading.Lock()
         self._incarnation = 0
         self._built = {"blocks": 0, "rows": 0, "num_bytes": 0, "take_s": 0.0, "transform_s": 0.0, "dropped": 0}
