@@ -112,7 +112,6 @@ class BlockReader:
             first, last = max(block.start * width, rows.start), min(block.stop * width, rows.stop)
             if first < last:
                 parts.append(self._wait(block).slice(first - block.start * width, last - first))
-        self._ask_ahead(until=0)
         if sum(part.num_rows for part in parts) != len(rows):
             raise BlockError(f"rows {rows.start} to {rows.stop} are not in the blocks that were read")
         return parts
