@@ -90,7 +90,6 @@ class BlockReader:
         self._closed = False
         self._any_arrived = False
         self.interrupted = threading.Event()  # set: the read under way raises StreamClosedError
-        self.wait_s = 0.0
         self.retries = 0
 
     @property
@@ -189,7 +188,6 @@ class BlockReader:
             self._check_open()
             if self.interrupted.is_set():
                 raise StreamClosedError("this iteration of the shard has ended")
-        self.wait_s += time.perf_counter() - began
         assert wanted.table is not None
         return wanted.table
 
