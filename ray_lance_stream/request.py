@@ -25,6 +25,11 @@ class Ranges:
     stop: int
     overrides: tuple[tuple[int, int, int], ...] = ()
 
+    def __str__(self) -> str:
+        last = self.first_split + self.num_splits
+        others = f", others of {len(self.overrides)} splits" if self.overrides else ""
+        return f"positions {self.start} to {self.stop} of splits {self.first_split} to {last}{others}"
+
     def places(self) -> tuple[IntArray, IntArray]:
         """Returns (splits, positions) of every row in canonical order; int64, one entry per row."""
         own = np.arange(self.first_split, self.first_split + self.num_splits, dtype=np.int64)
