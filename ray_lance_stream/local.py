@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import pyarrow as pa
+from typing import Any
 
 from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.config import StreamConfig
@@ -33,7 +32,7 @@ class LocalSource:
         handle, matching = self._builder.open_plan(spec)
         return dataclasses.replace(handle, matching_rows=matching)
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
         """See ``BlockSource``."""
         return self._pool.submit(self._build, handle, ranges)
 
@@ -42,11 +41,16 @@ class LocalSource:
         del elapsed_s
         return None if not isinstance(error, OSError) or attempt >= 3 else 0.5 * attempt
 
+    @property
+    def rows_in_transform(self) -> int:
+        """Rows that are read, and being transformed or waiting for it."""
+        return self._builder.rows_in_transform
+
     def close(self) -> None:
         """See ``BlockSource``. Waits for the blocks that are being built."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _build(self, handle: PlanHandle, ranges: Ranges) -> pa.Table:
+    def _build(self, handle: PlanHandle, ranges: Ranges) -> Any:
         return self._builder.build(handle, ranges, lambda rows: rows)[0]
 
 
