@@ -23,11 +23,12 @@ from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
-from ray_lance_stream.rowlists import UserPlan, listed_rows
+from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted
 from ray_lance_stream.table import PinnedTable
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import sifted, try_rows
+from ray_lance_stream.userplan import UserPlan
 
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's

@@ -18,15 +18,15 @@ from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.location import TableRef
-from ray_lance_stream.plan import OrderSpec, SplitLayout, require_int
+from ray_lance_stream.plan import SplitLayout, require_int
 from ray_lance_stream.rowcursor import RowCursor
-from ray_lance_stream.rowlists import UserPlan
 from ray_lance_stream.rowsource import RowSource
 from ray_lance_stream.rowstream import RowStream
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError, SkippedRow
 from ray_lance_stream.state import StreamState, merge_state_dicts
 from ray_lance_stream.topology import Replica
 from ray_lance_stream.transform import RowTransform, UserError
+from ray_lance_stream.userplan import order_spec, read_plan
 
 logger = logging.getLogger("ray_lance_stream")
 _told: set[str] = set()  # knobs without use that this process has been told of
@@ -125,10 +125,10 @@ class StreamingDataset(IterableDataset[Any]):
                     remedy="draw one, share it, and pass it",
                 )
             )
-        user_plan = None if plan is None else UserPlan.of(plan)
+        user_plan = read_plan(plan)
         self._replica = Replica(dp_rank=rank, dp_size=world_size)
-        spec = _order_spec(
-            order=order,
+        spec = order_spec(
+            order=order or ("lancedb" if user_plan is None else "plan"),
             plan=user_plan,
             num_splits=world_size if num_splits is None and user_plan is None else num_splits,
             shuffle=shuffle,
@@ -362,46 +362,6 @@ class StreamingDataset(IterableDataset[Any]):
     def left_behind(self) -> int:
         """Rows that came through but were not handed out, because some split of the epoch had ended."""
         return self._rows.measured().left_behind
-
-
-def _order_spec(
-    *,
-    order: str | None,
-    plan: UserPlan | None,
-    num_splits: int | None,
-    shuffle: bool,
-    shuffle_seed: int,
-    shuffle_clump_size: int | None,
-    filter: str | None,
-) -> OrderSpec:
-    if plan is None:
-        return OrderSpec(
-            num_splits=num_splits,  # type: ignore[arg-type]  # checked there
-            shuffle=shuffle,
-            shuffle_seed=shuffle_seed,
-            shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
-            filter=filter,
-            order="lancedb" if order is None else order,
-        )
-    if order not in (None, "plan") or filter is not None or shuffle_clump_size is not None:
-        raise ConfigError(
-            explain(
-                "plan says which rows come in which order",
-                found=f"order={order!r}, filter={filter!r}, shuffle_clump_size={shuffle_clump_size!r} beside it",
-                expected="plan alone",
-                remedy="leave them out, and choose and order the rows in the plan",
-            )
-        )
-    if num_splits not in (None, plan.num_splits):
-        raise ConfigError(
-            explain(
-                "num_splits is not the number of splits in plan",
-                found=f"num_splits={num_splits}",
-                expected=str(plan.num_splits),
-                remedy="leave it out",
-            )
-        )
-    return OrderSpec(num_splits=plan.num_splits, shuffle=False, order="plan", plan_digest=plan.digest)
 
 
 def _check_unused(name: str, value: int | None, default: int | None) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.core import ShardCore
@@ -60,10 +62,12 @@ class LocalLink:
     Args:
         recipe: What blocks are made of.
         in_run: Whether the shard belongs to a Train run in local mode, whose checkpoints hold its state.
+        agreement: How replicas find the common end of an epoch, if rows may be skipped.
     """
 
-    def __init__(self, recipe: BlockRecipe, *, in_run: bool = False) -> None:
+    def __init__(self, recipe: BlockRecipe, *, in_run: bool = False, agreement: Agreement | None = None) -> None:
         self._recipe = recipe
+        self._agreement = agreement
         self._in_run = in_run
 
     def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
@@ -88,6 +92,11 @@ class LocalLink:
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """See ``Link``."""
+
+    def agree(self, seat: Seat, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
+        """See ``Link``; without an agreement every replica ends with its own splits."""
+        del seat
+        return servable if self._agreement is None else self._agreement.least(epoch, cycle, servable, stop)
 
     def close(self) -> None:
         """See ``Link``."""

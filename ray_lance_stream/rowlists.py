@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.userplan import UserPlan
 
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
@@ -22,66 +20,6 @@ _EPOCH_FACTOR: Final = 100_003  # how lancedb.streaming derives an epoch's seed 
 _MEMORY_VARIABLE: Final = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
 _BYTES_PER_ROW: Final = 1024  # far more than the builder's sort needs; its default of 100 MB fails at 3M rows
 _MAX_BUILDER_SEED: Final = 2**64 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class UserPlan:
-    """Rows in splits that the user chose.
-
-    Attributes:
-        row_ids: Row ids (``_rowid``), split by split; uint64, shape (splits * rows of the shortest,).
-        num_splits: Number of splits.
-        surplus_rows: Rows beyond the end of the shortest split, which are left out.
-        base_version: The table version the ids belong to, if the plan says.
-        digest: Digest of the rows and their splits.
-    """
-
-    row_ids: np.ndarray[Any, np.dtype[np.uint64]] = field(repr=False)
-    num_splits: int
-    surplus_rows: int
-    base_version: int | None
-    digest: str
-
-    @classmethod
-    def of(cls, plan: object) -> UserPlan:
-        """Reads a plan: an Arrow table, or a table with ``to_arrow()``, with columns row_id and split_id.
-
-        Rows keep the order they have in their split; a row may stand there any number of times.
-
-        Raises:
-            ConfigError: It is none, or a split from 0 to the largest has no row.
-        """
-        table = plan if isinstance(plan, pa.Table) else getattr(plan, "to_arrow", lambda: None)()
-        if not isinstance(table, pa.Table) or not {"row_id", "split_id"} <= set(table.column_names):
-            raise _bad_plan(
-                f"a table with columns {table.column_names}"
-                if isinstance(table, pa.Table)
-                else f"an object of type {type(plan).__name__}"
-            )
-        ids, splits = table.column("row_id"), table.column("split_id")
-        if not (pa.types.is_integer(ids.type) and pa.types.is_integer(splits.type)) or ids.null_count:
-            raise _bad_plan(f"row_id of type {ids.type} with {ids.null_count} nulls, split_id of type {splits.type}")
-        if not len(ids) or splits.null_count:
-            raise _bad_plan(f"{len(ids)} rows, {splits.null_count} without split")
-        row_ids = ids.cast(pa.uint64()).to_numpy()
-        split_ids = splits.cast(pa.int64()).to_numpy()
-        counts = np.bincount(split_ids) if split_ids.min() >= 0 else np.zeros(1, np.int64)
-        if not counts.min():
-            raise _bad_plan(f"splits without rows: {np.flatnonzero(counts == 0)[:20].tolist()} of {len(counts)}")
-        length = int(counts.min())
-        order = np.argsort(split_ids, kind="stable")
-        starts = np.cumsum(counts) - counts
-        chosen = order[(starts[:, None] + np.arange(length)).reshape(-1)]
-        version = (table.schema.metadata or {}).get(b"base_version")
-        taken = np.ascontiguousarray(row_ids[chosen])
-        digest = hashlib.sha256(str(len(counts)).encode() + taken.tobytes()).hexdigest()[:32]
-        return cls(
-            row_ids=taken,
-            num_splits=len(counts),
-            surplus_rows=len(row_ids) - len(taken),
-            base_version=None if version is None else int(version),
-            digest=digest,
-        )
 
 
 def listed_rows(spec: PlanSpec, table: PinnedTable, ref: TableRef, plan: UserPlan | None) -> tuple[IntArray, int]:
@@ -131,14 +69,3 @@ def _permuted(spec: PlanSpec, table: PinnedTable, ref: TableRef) -> Any:
     clump = None if order.shuffle_clump_size == 1 else order.shuffle_clump_size
     built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
     return built.to_arrow().column("row_id").to_numpy()
-
-
-def _bad_plan(found: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            "plan is not valid",
-            found=found,
-            expected="an Arrow table, or a LanceDB table, of row_id and split_id, every split from 0 on with rows",
-            remedy="build one with lancedb.permutation.permutation_builder, or from the table's _rowid",
-        )
-    )

@@ -137,7 +137,7 @@ class RowStream:
 
     def skip_log(self) -> SkipLog:
         """Returns the rows that were skipped so far."""
-        log = SkipLog(self.skips.limit, self.skips.count, list(self.skips.rows))
+        log = self.skips.copy()
         if self.reader is not None:
             log.merge(self.reader.skips)
         return log
@@ -248,7 +248,7 @@ class RowStream:
             return min(ready, cycle + few) if ready > cycle else reader.servable(cycle + 1)
         if self._agreed <= cycle:
             mine = reader.servable(cycle + _CYCLES_AGREED)
-            self._agreed = self._agreement.least(self.cursor.epoch, cycle, mine)
+            self._agreed = self._agreement.least(self.cursor.epoch, cycle, mine, reader.interrupted)
         return min(self._agreed, cycle + few)
 
     def _objects(self, reader: SurvivorReader, rows: Any) -> list[Any]:

@@ -144,6 +144,10 @@ class SkipLog:
         self.rows.extend(skipped)
         del self.rows[: -self.limit]
 
+    def copy(self) -> SkipLog:
+        """Returns a log of its own with the same rows."""
+        return SkipLog(self.limit, self.count, list(self.rows))
+
     def merge(self, other: SkipLog) -> None:
         """Notes what another log has."""
         self.count += other.count
