@@ -139,7 +139,7 @@ class SplitPacker:
         ends = np.cumsum(lengths + 1)
         starts, total = ends - lengths - 1, int(ends[-1])
         if self._fed + total > self._budget_end:  # keep the document that the last block cuts: its rest is state
-            kept = int(np.searchsorted(starts, self._budget_end - self._fed))
+            kept = int(starts.searchsorted(self._budget_end - self._fed))
             starts, ends, positions = starts[:kept], ends[:kept], positions[:kept].copy()
             kept_total = int(ends[-1]) if kept else 0
             self._dropped += total - kept_total
@@ -179,8 +179,8 @@ class SplitPacker:
             chunk = self._chunks[0]
             stop = min(end, chunk.end)
             input_ids[at - begin : stop - begin] = chunk.tokens[at - chunk.begin : stop - chunk.begin]
-            first, last = np.searchsorted(chunk.starts, (at, stop))
-            doc_ids[chunk.starts[first:last] - begin] = 1
+            starts = chunk.starts[chunk.starts.searchsorted(at) : chunk.starts.searchsorted(stop)]
+            doc_ids[starts - begin] = 1
             if stop == chunk.end:
                 self._chunks.popleft()
                 self._behind = self._behind if chunk.positions is None else int(chunk.positions[-1]) + 1
@@ -203,7 +203,7 @@ class SplitPacker:
             starts = chunk.starts[chunk.starts >= head] - head
             buffer = PackBuffer(tuple(chunk.tokens[head - chunk.begin :].tolist()), tuple(starts.tolist()))
             return SplitCursor(documents=self._behind, blocks=self._blocks, buffer=buffer)
-        begun = int(np.searchsorted(chunk.starts, head))  # documents of the chunk that earlier blocks began
+        begun = int(chunk.starts.searchsorted(head))  # documents of the chunk that earlier blocks began
         if begun == 0:
             return SplitCursor(documents=self._behind, blocks=self._blocks)
         position = int(chunk.positions[begun - 1])
@@ -223,7 +223,7 @@ class SplitPacker:
         if self._cut:
             raise self._wrong_documents("nothing yet")
         chunk = self._chunks[0]
-        after = int(np.searchsorted(chunk.starts, self._head))
+        after = int(chunk.starts.searchsorted(self._head))
         end = int(chunk.starts[after]) if after < len(chunk.starts) else chunk.end
         rest = chunk.tokens[self._head - chunk.begin : end - chunk.begin]
         return SplitCursor(
