@@ -105,8 +105,10 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     # Tokens include the separator's and the padding's: neither may be taken for one.
-    token = st.integers(-1, 3) | st.integers(-(2**63), 2**63 - 1)
-    tokens = draw(st.lists(st.lists(token, max_size=9) | st.lists(token, min_size=20, max_size=40), max_size=9))
+    kinds = [EOS, PAD, 1, 2, 3, -(2**63), 2**63 - 1]
+    lengths = draw(st.lists(st.integers(0, 9) | st.integers(20, 40), max_size=9))
+    choices = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tokens = [[kinds[i] for i in choices.integers(0, len(kinds), length)] for length in lengths]
     gaps = draw(st.lists(st.integers(1, 3) | st.just(1), min_size=len(tokens), max_size=len(tokens)))
     positions = [at - 1 for at in itertools.accumulate(gaps)]
     documents = Documents(positions, tokens)
@@ -189,7 +191,7 @@ def test_padding_keeps_the_number_of_the_document_before() -> None:
     assert taken(packer.pop(1)) == [([5, EOS, 6, EOS, PAD, PAD], [0, 0, 1, 1, 1, 1])]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(cases(), st.data())
 def test_any_way_of_feeding_gives_the_same_blocks_and_cursors(case: Case, data: st.DataObject) -> None:
     packer, got = SplitPacker(case.packing), []
@@ -211,7 +213,8 @@ def test_any_way_of_feeding_gives_the_same_blocks_and_cursors(case: Case, data: 
     budget = case.size * case.count
     assert packer.padded_tokens == max(0, budget - case.documents.total)
     assert packer.dropped_tokens == max(0, case.documents.total - budget)
-    assert packer.buffered_tokens <= max((len(tokens) + 1 for tokens in case.documents.tokens), default=0)
+    # What was fed with the document that the last block cuts; nothing if it cuts none.
+    assert (packer.buffered_tokens > 0) == (case.documents.total > budget and packer.cursor().offset > 0)
 
 
 @settings(deadline=None, max_examples=100)
@@ -253,7 +256,7 @@ def test_what_lies_beyond_the_epoch_is_not_held() -> None:
 # --- resuming -------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(cases(), st.integers(1, 3))
 def test_a_cursor_after_any_block_continues_bit_for_bit(case: Case, at_once: int) -> None:
     for blocks, packer in stops(case):
@@ -267,7 +270,7 @@ def test_a_cursor_after_any_block_continues_bit_for_bit(case: Case, at_once: int
         assert again == [reference_cursor(case.documents, case.size, b) for b in range(blocks, case.count + 1)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(cases(), st.integers(1, 3))
 def test_the_form_of_lancedb_continues_bit_for_bit(case: Case, at_once: int) -> None:
     """And again from any state taken after that, while its tokens last and when they are gone."""
@@ -398,12 +401,14 @@ def corpus_of(path: Path, num_splits: int, rows: int, *, nulls: bool = False) ->
     return Corpus(path, tokens, num_splits)
 
 
-# Splits, rows, blocks per split (more, and fewer, than there are tokens for), documents that fail.
-SIDE_BY_SIDE = [(2, 13, 13, False), (3, 20, 6, False), (4, 28, 8, True)]
+# Splits, rows, blocks per split, whether documents fail, whether splits run dry.
+SIDE_BY_SIDE = [(2, 13, 13, False, {True}), (3, 20, 6, False, {False}), (4, 28, 8, True, {True, False})]
 
 
-@pytest.mark.parametrize(("num_splits", "rows", "blocks", "nulls"), SIDE_BY_SIDE)
-def test_side_by_side_with_lancedb(tmp_path: Path, num_splits: int, rows: int, blocks: int, nulls: bool) -> None:
+@pytest.mark.parametrize(("num_splits", "rows", "blocks", "nulls", "runs_dry"), SIDE_BY_SIDE)
+def test_side_by_side_with_lancedb(
+    tmp_path: Path, num_splits: int, rows: int, blocks: int, nulls: bool, runs_dry: set[bool]
+) -> None:
     """At every step: the same blocks and the same state; theirs continues in ours, ours in theirs."""
     corpus = corpus_of(tmp_path, num_splits, rows, nulls=nulls)
     theirs = corpus.theirs(blocks)
@@ -412,7 +417,7 @@ def test_side_by_side_with_lancedb(tmp_path: Path, num_splits: int, rows: int, b
     steps = corpus.steps(packers)
     expected = [block for step in corpus.steps(corpus.packers(blocks)) for block in step]
     assert len(expected) == blocks * num_splits
-    assert {PAD in input_ids for input_ids, _ in expected} == {False, True}
+    assert {documents.total < blocks * SIZE for documents in corpus.splits} == runs_dry
     for done in range(1, blocks + 1):
         got = [next(stream) for _ in range(num_splits)]
         assert next(steps) == drained(got) == expected[(done - 1) * num_splits : done * num_splits]
@@ -488,7 +493,7 @@ def test_the_sample_is_bounded_and_in_order() -> None:
     for positions in sample:
         assert (np.diff(positions) > 0).all() and positions[0] >= 0 and positions[-1] < 400_000
     assert not np.array_equal(sample[0], sample[1])
-    tiny = sample_positions(shuffle_seed=3, num_splits=200_000, rows_per_split=3)
+    tiny = sample_positions(shuffle_seed=3, num_splits=100_001, rows_per_split=3)
     assert {len(positions) for positions in tiny} == {1}
     with pytest.raises(ConfigError, match="rows_per_split"):
         sample_positions(shuffle_seed=3, num_splits=4, rows_per_split=0)
@@ -502,7 +507,7 @@ def test_exact_blocks() -> None:
     assert (empty.blocks, empty.without_padding, empty.without_loss) == (2, 0, 2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(cases(), min_size=1, max_size=3))
 def test_exact_blocks_against_the_packer(parts: list[Case]) -> None:
     size, splits = parts[0].size, [case.documents for case in parts]
