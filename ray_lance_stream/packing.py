@@ -96,7 +96,7 @@ class SplitPacker:
 
     @property
     def buffered_tokens(self) -> int:
-        """Tokens held; 8 bytes each."""
+        """Tokens held, 8 bytes each: what one ``feed`` brought is held until its last token is given out."""
         return sum(len(chunk.tokens) for chunk in self._chunks)
 
     @property
@@ -140,7 +140,7 @@ class SplitPacker:
         starts, total = ends - lengths - 1, int(ends[-1])
         if self._fed + total > self._budget_end:  # keep the document that the last block cuts: its rest is state
             kept = int(starts.searchsorted(self._budget_end - self._fed))
-            starts, ends, positions = starts[:kept], ends[:kept], positions[:kept].copy()
+            starts, ends, positions = starts[:kept], ends[:kept], positions[:kept]
             kept_total = int(ends[-1]) if kept else 0
             self._dropped += total - kept_total
             tokens, total = tokens[: kept_total - kept], kept_total
@@ -150,7 +150,7 @@ class SplitPacker:
         is_token = np.ones(total, dtype=bool)
         is_token[ends - 1] = False
         joined[is_token] = tokens
-        self._chunks.append(_Chunk(self._fed, joined, starts + self._fed, positions))
+        self._chunks.append(_Chunk(self._fed, joined, starts + self._fed, positions.copy()))
         self._fed += total
 
     def pad_out(self) -> None:
