@@ -20,7 +20,7 @@ from ray_lance_stream.errors import ConfigError, explain, shown
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import require_int
 
-# LanceDB's sample: every hundredth document, at most so many.
+# LanceDB draws one document in a hundred, and no more than so many in all.
 _SAMPLED_ONE_IN: Final = 100
 _MOST_SAMPLED: Final = 100_000
 _INT64: Final = np.iinfo(np.int64)
