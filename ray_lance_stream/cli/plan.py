@@ -1,0 +1,180 @@
+"""``ray-lance-stream plan``: what a setup comes to, before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from ray_lance_stream.cli import options, text
+
+
+@click.command()
+@options.uri
+@options.table
+@click.option("--num-splits", type=int, required=True, metavar="S", help="Splits of the stream.")
+@click.option("--global-batch-size", type=int, required=True, metavar="B", help="Rows of a step on all replicas.")
+@click.option("--world-size", type=int, default=1, show_default=True, metavar="R", help="Number of replicas.")
+@click.option("--micro-batch-size", type=int, metavar="M", help="Most rows of a micro-batch; whole shares by default.")
+@options.filter_sql
+@options.shuffle_clump_size
+@options.drop_last
+@options.columns
+@options.version
+@click.option("--max-buffer-bytes", type=int, metavar="N", help="As in PrefetchConfig, whose default it has.")
+@click.option("--block-bytes", type=int, metavar="N", help="As in PrefetchConfig, whose default it has.")
+@options.storage_option
+@options.json_output
+@options.debug
+def plan(
+    uri: str,
+    table: str,
+    num_splits: int,
+    global_batch_size: int,
+    world_size: int,
+    micro_batch_size: int | None,
+    filter_sql: str | None,
+    shuffle_clump_size: int | None,
+    drop_last: bool,
+    columns: tuple[str, ...],
+    version: int | None,
+    max_buffer_bytes: int | None,
+    block_bytes: int | None,
+    storage_options: Mapping[str, str],
+    json_output: bool,
+) -> None:
+    """Show what a stream of TABLE in the database URI comes to: steps, shares, memory, other world sizes.
+
+    The options are those of LanceStream, PrefetchConfig and iter_batches. Sizes are those of a few rows that are read
+    for it, before any transform.
+
+    \b
+    Example:
+      ray-lance-stream plan /data/db digits --num-splits 12 \\
+          --global-batch-size 120 --world-size 4 --micro-batch-size 16
+    """
+    from ray_lance_stream.block import BlockBuilder, BlockRecipe
+    from ray_lance_stream.cli import planning
+    from ray_lance_stream.config import PrefetchConfig
+    from ray_lance_stream.plan import OrderSpec, PlanSpec, SplitLayout
+    from ray_lance_stream.topology import Replica, StepPlan
+
+    given = {"max_buffer_bytes": max_buffer_bytes, "block_bytes": block_bytes}
+    prefetch = PrefetchConfig(**{name: value for name, value in given.items() if value is not None})
+    clump = 1 if shuffle_clump_size is None else shuffle_clump_size
+    order = OrderSpec(num_splits=num_splits, shuffle_clump_size=clump, filter=filter_sql)
+    StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # before reading anything
+    Replica(dp_size=world_size).owned_splits(num_splits)
+    ref = options.table_ref(uri, table, storage_options)
+    opened = ref.open(version)
+    builder = BlockBuilder(BlockRecipe(table=ref.located(opened), columns=columns or None))
+    handle, _ = builder.open_plan(PlanSpec(table=opened.identity, order=order, epoch=0))
+    layout = SplitLayout(num_rows=handle.num_rows, num_splits=num_splits)
+    steps = StepPlan(
+        num_splits=num_splits,
+        rows_per_split=layout.rows_per_split,
+        global_batch_size=global_batch_size,
+        drop_last=drop_last,
+    )
+    planning.check_micro_batches(steps, world_size, micro_batch_size)
+    shares = [
+        planning.share_of(steps, size, micro_batch_size, handle.bytes_per_row, prefetch)
+        for size in planning.other_world_sizes(world_size, num_splits)
+    ]
+    found = {
+        "table": {"version": opened.version, "fingerprint": opened.identity.fingerprint, "rows": opened.num_rows},
+        "filter": filter_sql,
+        "rows": handle.num_rows,
+        "dropped_rows": handle.num_rows - steps.end_cycle * num_splits,
+        "num_splits": num_splits,
+        "rows_per_split": layout.rows_per_split,
+        "steps": planning.steps_facts(steps),
+        "near": [planning.steps_facts(near) for near in planning.near_steps(steps)],
+        "bytes_per_row": handle.bytes_per_row,
+        "bytes_per_step": handle.bytes_per_row * global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "world_size": world_size,
+        "in_flight_per_worker": dataclasses.asdict(planning.in_flight(handle, steps, world_size, prefetch)),
+        "max_buffer_bytes": prefetch.max_buffer_bytes,
+        "world_sizes": [dataclasses.asdict(share) for share in shares],
+    }
+    if json_output:
+        click.echo(text.as_json(found))
+        return
+    click.echo(f"{text.printable(table)}, version {opened.version}: {text.plural(opened.num_rows, 'row')}\n")
+    click.echo(text.facts(_facts(found)))
+    click.echo(f"\nGlobal batches near {global_batch_size:,}, and the nearest that leave no short last step:\n")
+    click.echo(_near_table(found["near"], global_batch_size, handle.num_rows))
+    click.echo("\nOther world sizes (the order of rows and the steps stay the same):\n")
+    click.echo(_sizes_table(found["world_sizes"], world_size))
+    for problem in [share["problem"] for share in found["world_sizes"] if share["problem"]][:1]:
+        click.echo(f"\n{problem}")
+
+
+def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    steps, share = found["steps"], next(s for s in found["world_sizes"] if s["world_size"] == found["world_size"])
+    flight, row_bytes = found["in_flight_per_worker"], found["bytes_per_row"]
+    splits, dropped = found["num_splits"], found["dropped_rows"]
+    rows = f"{text.plural(steps['rows'], 'row')}: {found['rows_per_split']:,} in each of {text.plural(splits, 'split')}"
+    pairs = []
+    if found["filter"] is not None:
+        pairs.append(("filter", f"{text.plural(found['rows'], 'row')} satisfy {text.printable(found['filter'])}"))
+    pairs.append(("epoch", rows if not steps["drops_last"] else f"{text.plural(steps['rows'], 'row')} in whole steps"))
+    pairs.append(("left out", f"{text.plural(dropped, 'row')} of every epoch" if dropped else "nothing"))
+    last = f"; the last one is short: {text.plural(steps['last_step_rows'], 'row')}"
+    is_short = steps["last_step_rows"] < steps["global_batch_size"]
+    cycles = f"{text.plural(steps['global_batch_size'], 'row')} ({text.plural(steps['cycles_per_step'], 'cycle')})"
+    pairs.append(("steps", f"{steps['num_steps']:,} of {cycles}{last if is_short else ''}"))
+    own = f"{text.plural(found['world_size'], 'replica')} with {_span(share['splits'])} splits each: "
+    pairs.append(("shares", f"{own}{_span(share['rows'])} rows of a step"))
+    micro = f"{share['micro_batches']:,} a step, of at most {text.plural(share['micro_batch_rows'], 'row')}"
+    pairs.append(("micro-batches", micro))
+    sizes = f"{text.size(row_bytes)} a row, {text.size(found['bytes_per_step'])} a step"
+    pairs.append(("size", f"{sizes}, {text.size(share['share_bytes'])} a replica's share"))
+    block = f"{text.size(flight['block_bytes'])} or {text.plural(flight['block_rows'], 'row')}"
+    pairs.append(("blocks", f"up to {block}; {text.plural(flight['blocks'], 'block')} at a time for each worker"))
+    budget = f"{text.size(share['budget_bytes'])} allowed ({text.size(found['max_buffer_bytes'])} for all workers)"
+    pairs.append(("in flight", f"up to {text.size(flight['bytes'])} for each worker, {budget}"))
+    return pairs
+
+
+def _near_table(near: list[dict[str, Any]], chosen: int, num_rows: int) -> str:
+    header = ["", "rows", "cycles", "steps", "rows of the last step", "left out"]
+    rows = [
+        [
+            "*" if steps["global_batch_size"] == chosen else "",
+            text.number(steps["global_batch_size"]),
+            text.number(steps["cycles_per_step"]),
+            text.number(steps["num_steps"]),
+            text.number(steps["last_step_rows"]),
+            text.number(num_rows - steps["rows"]),
+        ]
+        for steps in near
+    ]
+    return text.table(header, rows)
+
+
+def _sizes_table(shares: list[dict[str, Any]], chosen: int) -> str:
+    header = ["", "replicas", "splits", "rows", "balance", "micro-batches", "share", "may buffer"]
+    rows = []
+    for share in shares:
+        micro = "too small" if share["problem"] else f"{share['micro_batches']:,} x {share['micro_batch_rows']:,}"
+        rows.append(
+            [
+                "*" if share["world_size"] == chosen else "",
+                text.number(share["world_size"]),
+                _span(share["splits"]),
+                _span(share["rows"]),
+                f"{share['balance']:.0%}",
+                micro,
+                text.size(share["share_bytes"]),
+                text.size(share["budget_bytes"]),
+            ]
+        )
+    return text.table(header, rows)
+
+
+def _span(edges: tuple[int, int]) -> str:
+    return f"{edges[0]:,}" if edges[0] == edges[1] else f"{edges[0]:,}-{edges[1]:,}"
