@@ -31,16 +31,16 @@ _OF_THE_CHECKPOINT: Final = ("num_splits", "shuffle_seed", "filter_sql", "shuffl
 @options.filter_sql
 @options.version
 @options.drop_last
-@click.option("--world-size", type=int, metavar="W", help="Number of replicas: shows who gets each row.")
+@click.option("--world-size", type=int, metavar="W", help="Number of replicas: shows who gets which row.")
 @click.option("--rank", type=int, metavar="R", help="Only this replica's rows; needs --world-size.")
 @options.columns
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Most rows to show; 40 by default, with --json all.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Rows to show; 40, or all with --json, by default."
+)
 @options.storage_option
 @options.json_output
 @options.debug
-@click.pass_context
 def explain(
-    context: click.Context,
     uri: str,
     table: str,
     step: int,
@@ -133,7 +133,6 @@ def _plan_of_options(
         filter=filter_sql,
     )
     return OfflinePlan(ref.open(version), order)
-'''
 
 
 def _as_dict(found: StepRows, plan: OfflinePlan) -> dict[str, Any]:

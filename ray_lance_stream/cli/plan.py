@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,62 +54,37 @@ def plan(
       ray-lance-stream plan /data/db digits --num-splits 12 \\
           --global-batch-size 120 --world-size 4 --micro-batch-size 16
     """
-    from ray_lance_stream.block import BlockBuilder, BlockRecipe
-    from ray_lance_stream.cli import planning
+    from ray_lance_stream.cli.planning import Setup
     from ray_lance_stream.config import PrefetchConfig
-    from ray_lance_stream.plan import OrderSpec, PlanSpec, SplitLayout
-    from ray_lance_stream.topology import Replica, StepPlan
+    from ray_lance_stream.plan import OrderSpec
 
-    given = {"max_buffer_bytes": max_buffer_bytes, "block_bytes": block_bytes}
-    prefetch = PrefetchConfig(**{name: value for name, value in given.items() if value is not None})
-    clump = 1 if shuffle_clump_size is None else shuffle_clump_size
-    order = OrderSpec(num_splits=num_splits, shuffle_clump_size=clump, filter=filter_sql)
-    StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # before reading anything
-    Replica(dp_size=world_size).owned_splits(num_splits)
-    ref = options.table_ref(uri, table, storage_options)
-    opened = ref.open(version)
-    builder = BlockBuilder(BlockRecipe(table=ref.located(opened), columns=columns or None))
-    handle, _ = builder.open_plan(PlanSpec(table=opened.identity, order=order, epoch=0))
-    layout = SplitLayout(num_rows=handle.num_rows, num_splits=num_splits)
-    steps = StepPlan(
-        num_splits=num_splits,
-        rows_per_split=layout.rows_per_split,
+    given: dict[str, Any] = {"max_buffer_bytes": max_buffer_bytes, "block_bytes": block_bytes}
+    setup = Setup(
+        order=OrderSpec(
+            num_splits=num_splits,
+            shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
+            filter=filter_sql,
+        ),
         global_batch_size=global_batch_size,
         drop_last=drop_last,
+        world_size=world_size,
+        micro_batch_size=micro_batch_size,
+        prefetch=PrefetchConfig(**{name: value for name, value in given.items() if value is not None}),
     )
-    planning.check_micro_batches(steps, world_size, micro_batch_size)
-    shares = [
-        planning.share_of(steps, size, micro_batch_size, handle.bytes_per_row, prefetch)
-        for size in planning.other_world_sizes(world_size, num_splits)
-    ]
-    found = {
-        "table": {"version": opened.version, "fingerprint": opened.identity.fingerprint, "rows": opened.num_rows},
-        "filter": filter_sql,
-        "rows": handle.num_rows,
-        "dropped_rows": handle.num_rows - steps.end_cycle * num_splits,
-        "num_splits": num_splits,
-        "rows_per_split": layout.rows_per_split,
-        "steps": planning.steps_facts(steps),
-        "near": [planning.steps_facts(near) for near in planning.near_steps(steps)],
-        "bytes_per_row": handle.bytes_per_row,
-        "bytes_per_step": handle.bytes_per_row * global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "world_size": world_size,
-        "in_flight_per_worker": dataclasses.asdict(planning.in_flight(handle, steps, world_size, prefetch)),
-        "max_buffer_bytes": prefetch.max_buffer_bytes,
-        "world_sizes": [dataclasses.asdict(share) for share in shares],
-    }
+    found = setup.facts(options.table_ref(uri, table, storage_options), version, columns)
     if json_output:
         click.echo(text.as_json(found))
         return
-    click.echo(f"{text.printable(table)}, version {opened.version}: {text.plural(opened.num_rows, 'row')}\n")
+    pinned = found["table"]
+    click.echo(f"{text.printable(table)}, version {pinned['version']}: {text.plural(pinned['rows'], 'row')}\n")
     click.echo(text.facts(_facts(found)))
-    click.echo(f"\nGlobal batches near {global_batch_size:,}, and the nearest that leave no short last step:\n")
-    click.echo(_near_table(found["near"], global_batch_size, handle.num_rows))
+    click.echo(f"\nGlobal batches near {global_batch_size:,}, and the nearest without a short last step:\n")
+    click.echo(_near_table(found["near"], global_batch_size, found["rows"]))
     click.echo("\nOther world sizes (the order of rows and the steps stay the same):\n")
     click.echo(_sizes_table(found["world_sizes"], world_size))
-    for problem in [share["problem"] for share in found["world_sizes"] if share["problem"]][:1]:
-        click.echo(f"\n{problem}")
+    problems = [share["problem"] for share in found["world_sizes"] if share["problem"]]
+    if problems:
+        click.echo(f"\nToo small: {problems[0]}")
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:

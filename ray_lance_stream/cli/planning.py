@@ -2,24 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.config import PrefetchConfig
 from ray_lance_stream.errors import ConfigError
-from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.plan import OrderSpec, PlanSpec, SplitLayout
 from ray_lance_stream.reader import BlockReader, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.topology import Replica, StepPlan, StepShare
+
+if TYPE_CHECKING:
+    from ray_lance_stream.location import TableRef
 
 _PREFETCHED_BATCHES: Final = 1  # the default of iter_batches
 _STEPS_LOOKED_AT: Final = 12  # blocks double, so that they are as large as they get by then
 _NEAR: Final = 2  # global batches listed on each side
 _ALL_SIZES: Final = 8  # world sizes all listed up to here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a stream and its training loop are told; checked as they check it.
+
+    Attributes:
+        order: The order.
+        global_batch_size: Rows of a step on all replicas.
+        drop_last: Whether a short last step is left out.
+        world_size: Number of replicas.
+        micro_batch_size: Most rows of a micro-batch; None for whole shares.
+        prefetch: The budget.
+
+    Raises:
+        ConfigError: A value, or a combination of values, that cannot work.
+    """
+
+    order: OrderSpec
+    global_batch_size: int
+    drop_last: bool
+    world_size: int
+    micro_batch_size: int | None
+    prefetch: PrefetchConfig
+
+    def __post_init__(self) -> None:
+        # Before any table is opened: what is wrong whatever its length.
+        StepPlan(num_splits=self.order.num_splits, rows_per_split=1, global_batch_size=self.global_batch_size)
+        Replica(dp_size=self.world_size).owned_splits(self.order.num_splits)
+
+    def facts(self, ref: TableRef, version: int | None, columns: Sequence[str]) -> dict[str, Any]:
+        """Returns what the setup comes to for a table, as plain values. Reads a few rows.
+
+        Args:
+            ref: The table.
+            version: Its version; None for the latest.
+            columns: Columns to read; none for all.
+
+        Raises:
+            ConfigError: The setup cannot work for this table.
+        """
+        from ray_lance_stream.block import BlockBuilder, BlockRecipe
+
+        table = ref.open(version)
+        builder = BlockBuilder(BlockRecipe(table=ref.located(table), columns=tuple(columns) or None))
+        handle, _ = builder.open_plan(PlanSpec(table=table.identity, order=self.order, epoch=0))
+        layout = SplitLayout(num_rows=handle.num_rows, num_splits=self.order.num_splits)
+        steps = StepPlan(
+            num_splits=layout.num_splits,
+            rows_per_split=layout.rows_per_split,
+            global_batch_size=self.global_batch_size,
+            drop_last=self.drop_last,
+        )
+        check_micro_batches(steps, self.world_size, self.micro_batch_size)
+        shares = [
+            share_of(steps, world_size, self.micro_batch_size, handle.bytes_per_row, self.prefetch)
+            for world_size in other_world_sizes(self.world_size, layout.num_splits)
+        ]
+        return {
+            "table": {"version": table.version, "fingerprint": table.identity.fingerprint, "rows": table.num_rows},
+            "filter": self.order.filter,
+            "rows": handle.num_rows,
+            "dropped_rows": handle.num_rows - steps.end_cycle * steps.num_splits,
+            "num_splits": steps.num_splits,
+            "rows_per_split": steps.rows_per_split,
+            "steps": steps_facts(steps),
+            "near": [steps_facts(near) for near in near_steps(steps)],
+            "world_size": self.world_size,
+            "micro_batch_size": self.micro_batch_size,
+            "world_sizes": [dataclasses.asdict(share) for share in shares],
+            "bytes_per_row": handle.bytes_per_row,
+            "bytes_per_step": handle.bytes_per_row * self.global_batch_size,
+            "max_buffer_bytes": self.prefetch.max_buffer_bytes,
+            "in_flight_per_worker": dataclasses.asdict(in_flight(handle, steps, self.world_size, self.prefetch)),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +273,7 @@ class _Blank:
 
     def __init__(self, bytes_per_row: float) -> None:
         self._row_bytes = max(1, round(bytes_per_row))
-        self._zeros = np.zeros(0, np.uint8)
+        self._zeros: Any = np.zeros(0, np.uint8)
         self.asked: list[Ranges] = []
 
     def blocks_after(self, cycle: int) -> int:
