@@ -21,7 +21,7 @@ _STATE_DICT: Final = "state-dict"
 _FORCE: Final = "pass --force to replace it"
 
 
-@click.command()
+@click.command(short_help="Merge or rewrite the files of a checkpoint.")
 @click.argument("source", metavar="IN", callback=options.uri_given)
 @click.argument("target", metavar="OUT", callback=options.uri_given)
 @click.option("--to", "kind", type=click.Choice([_CHECKPOINT, _STATE_DICT]), required=True, help="What to write.")
@@ -54,15 +54,13 @@ def convert(source: str, target: str, kind: str, name: str | None, force: bool) 
 
 def _write_checkpoint(loaded: Loaded, filesystem: pafs.FileSystem, path: str, name: str | None, *, force: bool) -> None:
     from ray_lance_stream.checkpoint import FILE_NAME, write_streams
-    from ray_lance_stream.cli.loading import DEFAULT_NAME, load_from, newest_stamp, one_stream, our_files
+    from ray_lance_stream.cli.loading import load_from, newest_stamp, one_stream, our_files
 
     directory = path.removesuffix(f"/{FILE_NAME}")
     if directory.endswith(".json") or filesystem.get_file_info(directory).is_file:
         raise _refused("OUT is not a directory", directory, "the directory of a checkpoint", "pass one")
     streams: Streams = loaded.streams
-    if loaded.is_state_dict:
-        streams = {name or DEFAULT_NAME: loaded.streams[DEFAULT_NAME]}
-    elif name is not None:
+    if name is not None:
         streams = dict([one_stream(loaded, name)])
     there = our_files(filesystem, directory)
     in_place = loaded.filesystem == filesystem and loaded.path == directory
@@ -78,7 +76,7 @@ def _write_checkpoint(loaded: Loaded, filesystem: pafs.FileSystem, path: str, na
 def _write_state_dict(loaded: Loaded, filesystem: pafs.FileSystem, path: str, name: str | None, *, force: bool) -> None:
     from ray_lance_stream.cli.loading import load_from, one_stream
 
-    chosen, state = one_stream(loaded, None if loaded.is_state_dict else name)
+    chosen, state = one_stream(loaded, name)
     info = filesystem.get_file_info(path)
     if path.endswith("/") or info.type.name == "Directory":
         raise _refused("OUT is a directory", path, "the name of a file", "add one, such as state.json")

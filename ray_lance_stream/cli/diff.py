@@ -16,7 +16,7 @@ _NAMES: Final = {"rows_skipped_per_split": "rows_skipped"}
 _UNSHUFFLED: Final = ("shuffle_seed", "shuffle_clump_size")  # neither matters to an unshuffled order
 
 
-@click.command()
+@click.command(short_help="Compare two checkpoints.")
 @click.argument("first", metavar="CHECKPOINT", callback=options.uri_given)
 @click.argument("second", metavar="CHECKPOINT", callback=options.uri_given)
 @options.json_output

@@ -16,7 +16,7 @@ _ROWS_SHOWN: Final = 40  # without --limit, and not for JSON
 _OF_THE_CHECKPOINT: Final = ("num_splits", "shuffle_seed", "filter_sql", "shuffle_clump_size", "no_shuffle", "version")
 
 
-@click.command()
+@click.command(short_help="Show which rows make up a step.")
 @options.uri
 @options.table
 @click.option("--step", type=int, required=True, metavar="K", help="Counted from 1, as shard.step counts.")
@@ -76,7 +76,9 @@ def explain(
         raise click.UsageError("pass one of --checkpoint and --num-splits")
     if rank is not None and world_size is None:
         raise click.UsageError("--rank needs --world-size")
-    if checkpoint is not None and any(given[option] not in (None, False) for option in _OF_THE_CHECKPOINT):
+    if checkpoint is not None and any(
+        given[option] is not None and given[option] is not False for option in _OF_THE_CHECKPOINT
+    ):
         raise click.UsageError("splits, order, filter and version come from the checkpoint: leave their options out")
     ref = options.table_ref(uri, table, storage_options)
     plan: OfflinePlan

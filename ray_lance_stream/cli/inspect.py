@@ -20,7 +20,7 @@ _TOLD: Final = {
 }  # fmt: skip
 
 
-@click.command()
+@click.command(short_help="Show how far a checkpoint is, and on what data.")
 @options.checkpoint
 @options.stream_name
 @options.global_batch_size
@@ -72,7 +72,8 @@ def inspect(
     if json_output:
         click.echo(text.as_json({"path": loaded.path, "files": loaded.files, "streams": found}))
         return
-    click.echo(f"{text.printable(loaded.path)} ({_files_text(loaded.files)})")
+    files = "state dict" if loaded.is_state_dict else _files_text(loaded.files)
+    click.echo(f"{text.printable(loaded.path)} ({files})")
     for stream, entry in found.items():
         click.echo(f"\n{text.printable(stream)}")
         click.echo(text.facts(_facts(entry)))
@@ -96,9 +97,7 @@ def _in_table(
 
 
 def _files_text(files: tuple[str, ...]) -> str:
-    if len(files) == 1:
-        return text.printable(files[0])
-    return f"merged from {len(files)} files" if "lance_stream.json" not in files else "lance_stream.json and others"
+    return text.printable(files[0]) if len(files) == 1 else f"{text.printable(files[0])} and {len(files) - 1} more"
 
 
 def _facts(entry: dict[str, Any]) -> list[tuple[str, str]]:
@@ -155,8 +154,8 @@ def _step_text(steps: dict[str, Any]) -> str:
     inside = steps["cycles_into_next_step"]
     if not inside:
         return done
-    why = "" if of else " (the epoch's short last step?)"
-    return f"{done}; {text.plural(inside, 'cycle')} into the next one{why}: was the global batch another one?"
+    why = "" if of else "this is the epoch's short last step, or "
+    return f"{done}; {text.plural(inside, 'cycle')} into the next one: {why}the run has another global batch size"
 
 
 def _left_text(table: dict[str, Any]) -> str:

@@ -69,12 +69,14 @@ def load_from(filesystem: pafs.FileSystem, path: str) -> Loaded:
 
 
 def one_stream(loaded: Loaded, name: str | None) -> tuple[str, StreamState]:
-    """Returns the stream of a name, or the only one.
+    """Returns the stream of a name, or the only one. A state dict is the stream of any name.
 
     Raises:
         ConfigError: There is none of that name, or several and no name.
     """
     streams = loaded.streams
+    if loaded.is_state_dict:
+        return name or DEFAULT_NAME, streams[DEFAULT_NAME]
     if name is None and len(streams) == 1:
         return next(iter(streams.items()))
     if name is None or name not in streams:

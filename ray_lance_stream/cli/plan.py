@@ -10,7 +10,7 @@ import click
 from ray_lance_stream.cli import options, text
 
 
-@click.command()
+@click.command(short_help="Show steps, shares and memory of a setup.")
 @options.uri
 @options.table
 @click.option("--num-splits", type=int, required=True, metavar="S", help="Splits of the stream.")
