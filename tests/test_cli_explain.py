@@ -289,4 +289,4 @@ def test_the_recipe_of_a_stream_is_enough(tables: Tables) -> None:
     delivered = global_batches(stream, 2)[3]
     found = rows_of_step(stream, 4, columns=["id"])
     assert found.columns is not None
-    assert [value + 1 for value in found.columns.column("id").to_pylist()] == delivered.columns["id"].tolist()
+    assert (found.columns.column("id").to_numpy() + 1).tolist() == delivered.columns["id"].tolist()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
 
 _PREFETCHED_BATCHES: Final = 1  # the default of iter_batches
-_STEPS_LOOKED_AT: Final = 12  # blocks double, so that they are as large as they get by then
+_ALIKE: Final = 16  # blocks double: after so many of one size they grow no more
 _NEAR: Final = 2  # global batches listed on each side
 _ALL_SIZES: Final = 8  # world sizes all listed up to here
 
@@ -257,15 +257,19 @@ def in_flight(handle: PlanHandle, steps: StepPlan, world_size: int, prefetch: Pr
             max_bytes=max(1, prefetch.max_buffer_bytes // world_size - made_ahead), block_bytes=prefetch.block_bytes
         ),
     )
-    most = (0, 0)
-    for step in range(min(steps.num_steps, _STEPS_LOOKED_AT)):
-        cycles = steps.cycles(step)
-        reader.read(range(cycles.start * len(owned), cycles.stop * len(owned)))
-        most = max(most, (reader.buffered_bytes, source.blocks_after(cycles.start)))
-        reader.release(cycles.stop)
-        most = max(most, (reader.buffered_bytes, source.blocks_after(cycles.stop)))
+    cycle, most_bytes, most_blocks = 0, 0, 0
+    while cycle < steps.end_cycle and not source.is_steady():
+        step = steps.rest_of_step(cycle)
+        reader.read(range(step.start * len(owned), step.stop * len(owned)))
+        # To the end of the step, then of the step in which the oldest block ends: between them nothing is asked for.
+        block_end = steps.rest_of_step(source.first_end_after(cycle) - 1).stop
+        for place in (step.stop, block_end):
+            reader.release(place)
+            most_bytes = max(most_bytes, reader.buffered_bytes)
+            most_blocks = max(most_blocks, source.blocks_after(place))
+        cycle = block_end
     rows = max(len(owned) * (asked.stop - asked.start) for asked in source.asked)
-    return InFlight(block_rows=rows, block_bytes=int(rows * handle.bytes_per_row), blocks=most[1], bytes=most[0])
+    return InFlight(block_rows=rows, block_bytes=int(rows * handle.bytes_per_row), blocks=most_blocks, bytes=most_bytes)
 
 
 class _Blank:
@@ -275,6 +279,15 @@ class _Blank:
         self._row_bytes = max(1, round(bytes_per_row))
         self._zeros: Any = np.zeros(0, np.uint8)
         self.asked: list[Ranges] = []
+
+    def is_steady(self) -> bool:
+        """Whether blocks have stopped growing."""
+        last = [asked.stop - asked.start for asked in self.asked[-_ALIKE:]]
+        return len(last) == _ALIKE and len(set(last)) == 1
+
+    def first_end_after(self, cycle: int) -> int:
+        """Returns where the oldest block ends that ends after a cycle."""
+        return min(asked.stop for asked in self.asked if asked.stop > cycle)
 
     def blocks_after(self, cycle: int) -> int:
         """Returns how many blocks were asked for that end after a cycle."""
