@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from checkpoints import drifted, run, saved, state_at, state_of
 from conftest import Tables
-from test_cli_inspect import drifted, saved, state_at, state_of
 
 from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, read_streams
-from ray_lance_stream.cli.main import cli
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli, [str(argument) for argument in arguments])
 
 
 def read(place: Path) -> Streams | None:

@@ -11,20 +11,15 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
-from click.testing import CliRunner, Result
+from checkpoints import run
 from conftest import Tables, rows_from
 
 from ray_lance_stream import LanceStream
 from ray_lance_stream.checkpoint import locate, write_streams
-from ray_lance_stream.cli.main import cli
 from ray_lance_stream.errors import ConfigError, StateMismatchError
 from ray_lance_stream.explaining import StepRows, rows_of_step
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def column(found: StepRows, name: str) -> list[Any]:
@@ -209,9 +204,8 @@ def test_the_text(tables: Tables) -> None:
 
 
 def test_the_text_is_cut_to_the_terminal(tables: Tables) -> None:
-    arguments = ("explain", tables.uri(50), "t", "--step", "6", "--num-splits", "4", "--global-batch-size", "8")
-    runner = CliRunner(env={"COLUMNS": "50"})
-    done = runner.invoke(cli, [*arguments, "--columns", "text,x"])
+    arguments = ("explain", tables.uri(50), "t", "--step", 6, "--num-splits", 4, "--global-batch-size", 8)
+    done = run(*arguments, "--columns", "text,x", columns=50)
     assert done.exit_code == 0 and all(len(line) <= 50 for line in done.stdout.splitlines())
     assert "..." in done.stdout
 
@@ -230,7 +224,7 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
     lancedb.connect(str(tmp_path)).create_table("t", rows)
     arguments = ("explain", tmp_path, "t", "--step", 1, "--num-splits", 1, "--global-batch-size", 2, "--no-shuffle")
     wanted = ("--columns", "image,score,when,tags,meta,text")
-    text = CliRunner(env={"COLUMNS": "200"}).invoke(cli, [str(a) for a in (*arguments, *wanted)])
+    text = run(*arguments, *wanted, columns=200)
     assert "\x1b" not in text.stdout and "\\x1b[31mred" in text.stdout and "line\\nbreak" in text.stdout
     assert "<80 bytes>" in text.stdout and "[a, b, c, d, ... 5 values]" in text.stdout
     assert len(text.stdout.splitlines()) == 6

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from checkpoints import drifted, run, saved, state_at, state_of
 from conftest import Tables, rows_from
 
-from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, write_streams
-from ray_lance_stream.cli.main import cli
-from ray_lance_stream.counts import SplitCounts
+from ray_lance_stream.checkpoint import FILE_NAME, Streams
 from ray_lance_stream.errors import StateMismatchError
-from ray_lance_stream.plan import OrderSpec, TableIdentity
-from ray_lance_stream.state import Provenance, StreamState, merge_states
-from ray_lance_stream.testing import GlobalBatch, global_batches
-
-
-def run(*arguments: object, columns: int = 80) -> Result:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli, [str(argument) for argument in arguments])
-
-
-def state_of(batch: GlobalBatch) -> StreamState:
-    return StreamState.from_dict(batch.state)
-
-
-def state_at(cycle: int = 7, *, epoch: int = 1, version: int = 3, num_splits: int = 4, **order: Any) -> StreamState:
-    provenance = Provenance(
-        table=TableIdentity(version=version, fingerprint="f00d"), order=OrderSpec(num_splits=num_splits, **order)
-    )
-    return StreamState.at_cycle(provenance, epoch, cycle)
-
-
-def drifted(samples: list[int], positions: list[int]) -> StreamState:
-    state = state_at(num_splits=len(samples))
-    return dataclasses.replace(state, samples=SplitCounts.of(samples), positions=SplitCounts.of(positions))
-
-
-def saved(directory: Path, states: Streams | StreamState, **options: Any) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    streams = {"train": states} if isinstance(states, StreamState) else states
-    write_streams(*locate(directory), streams, **options)
-    return directory
-
+from ray_lance_stream.state import merge_states
+from ray_lance_stream.testing import global_batches
 
 # --- inspect -----------------------------------------------------------------------------------------
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import traceback
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
+import lancedb
 import pytest
-from click.testing import CliRunner
-from conftest import Tables
-from test_cli_inspect import saved, state_at
+from checkpoints import run, saved, state_at
+from conftest import Tables, rows_from
+from moto.server import ThreadedMotoServer
 
+from ray_lance_stream import LanceStream
+from ray_lance_stream.checkpoint import locate, write_streams
 from ray_lance_stream.cli import inspect as inspect_module
 from ray_lance_stream.cli.main import cli
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.testing import global_batches
 
 COMMANDS = ("convert", "diff", "explain", "inspect", "plan")
 SECRET = "hush-hush-secret"
-
-
-def run(*arguments: object, columns: int = 80) -> Any:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli, [str(argument) for argument in arguments])
 
 
 def script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,7 +144,7 @@ def test_an_interrupt_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_reader_that_leaves_is_no_error(tables: Tables) -> None:
-    arguments = "explain {} t --step 1 --num-splits 1 --global-batch-size 5000 --limit 5000".format(tables.uri(5000))
+    arguments = f"explain {tables.uri(5000)} t --step 1 --num-splits 1 --global-batch-size 5000 --limit 5000"
     command = f"{sys.executable} -m ray_lance_stream.cli {arguments} | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.startswith("t, version 2") and done.stderr == ""
@@ -179,11 +182,47 @@ def test_a_store_that_cannot_be_reached_shows_no_secret(debug: list[str]) -> Non
     assert ("Traceback" in done.stderr) == bool(debug)
 
 
-def test_options_reach_the_store_and_are_not_printed(tables: Tables, tmp_path: Path) -> None:
-    arguments = [tables.uri(50), "t", "--num-splits", "4", "--global-batch-size", "8"]
-    for output in ([], ["--json"]):
-        done = run("plan", *arguments, *options_of(SECRET), *output)
-        assert done.exit_code == 0 and SECRET not in done.output and "some-access-key" not in done.output
+@pytest.fixture
+def store() -> Iterator[str]:
+    """Host and port of an object store with an empty bucket."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT"))
+        yield f"{host}:{port}"
+    finally:
+        server.stop()
+
+
+def test_an_object_store(store: str) -> None:
+    """Tables with storage options, checkpoints by URI; no credentials in what is printed."""
+    options = {"aws_endpoint": f"http://{store}", "allow_http": "true", "aws_region": "us-east-1"}
+    options |= {"aws_access_key_id": "some-access-key", "aws_secret_access_key": SECRET}
+    lancedb.connect("s3://bucket/db", storage_options=options).create_table("t", rows_from(0, 50))
+    flags = [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")]
+    stream = LanceStream(
+        "s3://bucket/db", "t", num_splits=4, global_batch_size=8, shuffle_seed=7, storage_options=options
+    )
+    batches = global_batches(stream)
+    query = f"?endpoint_override={store}&scheme=http&region=us-east-1"
+    place = f"s3://some-access-key:{SECRET}@bucket/run/checkpoint{query}"
+    write_streams(*locate(place), {"train": StreamState.from_dict(batches[1].state)})
+
+    steps = ("--global-batch-size", 8)
+    planned = run("plan", "s3://bucket/db", "t", "--num-splits", 4, *steps, *flags)
+    told = run("inspect", place, "--uri", "s3://bucket/db", "--table", "t", *steps, *flags)
+    said = run("explain", "s3://bucket/db", "t", "--step", 3, "--checkpoint", place, *steps, *flags, "--json")
+    copied = run("convert", place, place.replace("checkpoint?", "copy?"), "--to", "checkpoint")
+    same = run("diff", place, place.replace("checkpoint?", "copy?"))
+    for done in (planned, told, said, copied, same):
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert SECRET not in done.stdout and "some-access-key" not in done.stdout
+    assert "12 in each of 4 splits" in planned.stdout
+    assert told.stdout.startswith("bucket/run/checkpoint (lance_stream.json)") and "2 of 6 finished" in told.stdout
+    assert [row["row"] for row in json.loads(said.stdout)["rows"]] == batches[2].columns["id"].tolist()
+    assert copied.stdout.startswith("wrote bucket/run/copy/lance_stream.json")
+    assert same.stdout == "train: no difference\n"
 
 
 def test_a_malformed_option_is_not_repeated(tables: Tables) -> None:

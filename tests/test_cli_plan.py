@@ -10,21 +10,16 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
-from click.testing import CliRunner, Result
+from checkpoints import run
 from conftest import Tables
 
 from ray_lance_stream import LanceStream, PrefetchConfig
-from ray_lance_stream.cli.main import cli
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.local import LocalLink
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.topology import Replica, Seat
-
-
-def run(*arguments: object, columns: int = 80) -> Result:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli, [str(argument) for argument in arguments])
 
 
 def planned(*arguments: object) -> dict[str, Any]:

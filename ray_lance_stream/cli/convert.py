@@ -37,8 +37,8 @@ def convert(source: str, target: str, kind: str, name: str | None, force: bool) 
 
     \b
     Examples:
-      ray-lance-stream convert /runs/a/checkpoint_000012 /runs/a/checkpoint_000012 --to checkpoint
-      ray-lance-stream convert /runs/a/checkpoint_000012 state.json --to state-dict --name train
+      ray-lance-stream convert /runs/a/ckpt_12 /runs/a/ckpt_12 --to checkpoint
+      ray-lance-stream convert /runs/a/ckpt_12 state.json --to state-dict
       ray-lance-stream convert state.json /runs/b/start --to checkpoint
     """
     from ray_lance_stream.checkpoint import locate

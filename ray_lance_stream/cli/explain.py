@@ -20,7 +20,7 @@ _OF_THE_CHECKPOINT: Final = ("num_splits", "shuffle_seed", "filter_sql", "shuffl
 @options.uri
 @options.table
 @click.option("--step", type=int, required=True, metavar="K", help="Counted from 1, as shard.step counts.")
-@click.option("--epoch", type=int, metavar="E", help="Counted from 0; the checkpoint's, or 0, by default.")
+@click.option("--epoch", type=int, metavar="E", help="Counted from 0; by default the checkpoint's, or 0.")
 @click.option("--global-batch-size", type=int, required=True, metavar="B", help="Rows of a step on all replicas.")
 @options.checkpoint_option
 @options.stream_name
@@ -34,9 +34,7 @@ _OF_THE_CHECKPOINT: Final = ("num_splits", "shuffle_seed", "filter_sql", "shuffl
 @click.option("--world-size", type=int, metavar="W", help="Number of replicas: shows who gets which row.")
 @click.option("--rank", type=int, metavar="R", help="Only this replica's rows; needs --world-size.")
 @options.columns
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Rows to show; 40, or all with --json, by default."
-)
+@click.option("--limit", type=int, metavar="N", help="Rows to show; by default 40, or all with --json.")
 @options.storage_option
 @options.json_output
 @options.debug
@@ -58,18 +56,19 @@ def explain(
     json_output: bool,
     **order_options: Any,
 ) -> None:
-    """Show the rows of step K of a stream of TABLE in the database URI, in canonical order.
+    """Show the rows of a step (one global batch) of a stream of TABLE in the database URI, in their order.
 
-    K is what shard.step said while the batch was trained on: 1 for the first batch of an epoch. Table version, order
-    and splits come from a --checkpoint of the run, or from the options that LanceStream was given. Transforms are not
-    run: --columns shows the table's own columns.
+    The step's number K is what shard.step said while the batch was trained on: 1 for the first batch of an epoch.
+    Table version, order and splits come from a --checkpoint of the run, or from the options that LanceStream was
+    given. Transforms are not run: --columns shows the table's own columns.
 
     \b
     Examples:
       ray-lance-stream explain /data/db digits --step 812 \\
           --checkpoint /runs/digits/checkpoint_000012 --global-batch-size 480
-      ray-lance-stream explain /data/db digits --step 812 --epoch 1 --num-splits 48 \\
-          --global-batch-size 480 --shuffle-seed 42 --world-size 8 --rank 3 --columns label
+      ray-lance-stream explain /data/db digits --step 812 --epoch 1 \\
+          --num-splits 48 --global-batch-size 480 --shuffle-seed 42 \\
+          --world-size 8 --rank 3 --columns label
     """
     given = {"num_splits": num_splits, **order_options}
     if (checkpoint is None) == (num_splits is None):

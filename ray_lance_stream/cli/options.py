@@ -64,9 +64,9 @@ storage_option = click.option(
     multiple=True,
     callback=_storage_options,
     help="Option of the table's object store, as for lancedb.connect; repeatable. Never printed, but other users of "
-    "the machine see command lines: environment variables are better for secrets.",
+    "the machine see command lines: variables such as AWS_SECRET_ACCESS_KEY are better for secrets.",
 )
-columns = click.option("--columns", metavar="A,B", callback=_columns, help="Columns of the table, with commas.")
+columns = click.option("--columns", metavar="A,B", callback=_columns, help="Columns of the table, separated by commas.")
 json_output = click.option("--json", "json_output", is_flag=True, help="Print JSON.")
 debug = click.option("--debug", is_flag=True, expose_value=False, callback=_debug, help="Show an error's traceback.")
 stream_name = click.option("--name", metavar="NAME", help="Name of the stream, if the checkpoint holds several.")

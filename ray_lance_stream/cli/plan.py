@@ -46,8 +46,9 @@ def plan(
 ) -> None:
     """Show what a stream of TABLE in the database URI comes to: steps, shares, memory, other world sizes.
 
-    The options are those of LanceStream, PrefetchConfig and iter_batches. Sizes are those of a few rows that are read
-    for it, before any transform.
+    A step is one global batch, of which every replica (as a rule a training worker) gets its share. The options are
+    those of LanceStream, PrefetchConfig and iter_batches. Sizes are those of a few rows that are read for it, before
+    any transform.
 
     \b
     Example:
