@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import doctest
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from checkpoints import run
 from conftest import Tables, rows_from
 
-from ray_lance_stream import LanceStream
+from ray_lance_stream import LanceStream, explaining
 from ray_lance_stream.checkpoint import locate, write_streams
 from ray_lance_stream.errors import ConfigError, StateMismatchError
 from ray_lance_stream.explaining import StepRows, rows_of_step
@@ -226,7 +227,7 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
     wanted = ("--columns", "image,score,when,tags,meta,text")
     text = run(*arguments, *wanted, columns=200)
     assert "\x1b" not in text.stdout and "\\x1b[31mred" in text.stdout and "line\\nbreak" in text.stdout
-    assert "<80 bytes>" in text.stdout and "[a, b, c, d, ... 5 values]" in text.stdout
+    assert "<80 bytes>" in text.stdout and "[5 values: a, b, c, d, ...]" in text.stdout
     assert len(text.stdout.splitlines()) == 6
     said = json.loads(run(*arguments, *wanted, "--json").stdout, parse_constant=pytest.fail)
     assert [row["columns"] for row in said["rows"]] == [
@@ -277,10 +278,14 @@ def test_the_table_of_the_checkpoint_or_none(tables: Tables, checkpoint: str) ->
     assert (done.exit_code, done.stdout) == (2, "") and "table differs" in done.stderr
 
 
-def test_the_recipe_of_a_stream_is_enough(tables: Tables) -> None:
-    """The documented way: a stream at hand, a step from the log."""
+def test_a_transform_is_not_run(tables: Tables) -> None:
+    """The documented way: a stream at hand, a step from the log; rows as they stand in the table."""
     stream: LanceStream = tables.stream(50, transform=lambda batch: {"id": np.array(batch["id"]) + 1})
     delivered = global_batches(stream, 2)[3]
     found = rows_of_step(stream, 4, columns=["id"])
     assert found.columns is not None
     assert (found.columns.column("id").to_numpy() + 1).tolist() == delivered.columns["id"].tolist()
+
+
+def test_the_example_in_the_module() -> None:
+    assert doctest.testmod(explaining) == (0, 9)

@@ -8,6 +8,7 @@ import sys
 import traceback
 import urllib.request
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -44,6 +45,19 @@ def test_help_names_every_command_in_whole() -> None:
     for name in COMMANDS:
         help_text = cli.commands[name].short_help
         assert help_text and f"  {name.ljust(7)}  {help_text}\n" in done.stdout, "not cut"
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, shown in (("1.2.3", "1.2.3"), (None, "not installed")):
+
+        def version(name: str, found: str | None = found) -> str:
+            if found is None:
+                raise metadata.PackageNotFoundError(name)
+            return found
+
+        monkeypatch.setattr(metadata, "version", version)
+        done = run("--version")
+        assert done.exit_code == 0 and done.stdout.startswith("ray-lance-stream") and shown in done.stdout
 
 
 @pytest.mark.parametrize("columns", [80, 120])

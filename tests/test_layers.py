@@ -74,6 +74,7 @@ ORDER = (
     "cli.options",
     "cli.loading",
     "cli.describe",
+    "cli.flight",
     "cli.planning",
     "cli.inspect",
     "cli.diff",

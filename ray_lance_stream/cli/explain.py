@@ -60,7 +60,8 @@ def explain(
 
     The step's number K is what shard.step said while the batch was trained on: 1 for the first batch of an epoch.
     Table version, order and splits come from a --checkpoint of the run, or from the options that LanceStream was
-    given. Transforms are not run: --columns shows the table's own columns.
+    given. A row's number is its offset in that table version. Transforms are not run: --columns shows the table's own
+    columns.
 
     \b
     Examples:

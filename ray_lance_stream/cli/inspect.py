@@ -105,7 +105,7 @@ def _facts(entry: dict[str, Any]) -> list[tuple[str, str]]:
     pairs = [("epoch", f"{progress['epoch']} (counted from 0)"), ("consumed", _consumed_text(progress, provenance))]
     skipped = progress["rows_skipped_per_split"]
     if skipped:
-        pairs.append(("skipped", f"{text.plural(sum(skipped.values()), 'row')} in {_splits_text(skipped)}"))
+        pairs.append(("skipped", f"{text.plural(sum(skipped.values()), 'row')} ({_splits_text(skipped)})"))
     steps = table if table is not None and "step" in table else entry.get("steps")
     if steps is not None:
         pairs.append(("step", _step_text(steps)))
@@ -135,10 +135,10 @@ def _consumed_text(progress: dict[str, Any], provenance: dict[str, Any]) -> str:
     rows = text.plural(progress["rows_consumed"], "row")
     if not counts["different"]:
         return f"{rows}: {text.number(counts['most'])} of each of {text.plural(splits, 'split')}"
+    others = f", the others: {counts['most']:,}" if len(counts["different"]) < splits else ""
     return (
-        f"{rows}: {text.number(counts['min'])} to {text.number(counts['max'])} of each of "
-        f"{text.plural(splits, 'split')}, {text.plural(progress['cycles_completed'], 'cycle')} complete. "
-        f"Most stand at {text.number(counts['most'])}, not {_splits_text(counts['different'])}"
+        f"{rows}: {counts['min']:,} to {counts['max']:,} of each of {text.plural(splits, 'split')} "
+        f"({_splits_text(counts['different'])}{others}); {text.plural(progress['cycles_completed'], 'cycle')} complete"
     )
 
 

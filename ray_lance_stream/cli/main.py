@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 import traceback
 from typing import Any, Final
 
@@ -50,9 +49,22 @@ def _what(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def _version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    del parameter
+    if not value:
+        return
+    from importlib import metadata
+
+    try:
+        click.echo(f"ray-lance-stream {metadata.version('ray-lance-stream')}")
+    except metadata.PackageNotFoundError:  # run from a directory of sources
+        click.echo("ray-lance-stream, not installed as a package")
+    context.exit()
+
+
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @options.debug
-@click.version_option(package_name="ray-lance-stream", message="%(package)s %(version)s")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
 def cli() -> None:
     """Look at the streams of ray_lance_stream: checkpoints, setups, steps.
 
@@ -73,4 +85,3 @@ for command in (inspect, diff, plan, explain, convert):
 def main() -> None:
     """Entry point of the script."""
     cli(prog_name="ray-lance-stream")
-    sys.exit(0)

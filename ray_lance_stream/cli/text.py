@@ -93,9 +93,9 @@ def cell(value: object) -> str:
     if isinstance(value, (bytes, bytearray)):
         return f"<{plural(len(value), 'byte')}>"
     if isinstance(value, list):
-        shown = [cell(item) for item in value[:_LIST_ITEMS]]
-        more = [f"... {len(value):,} values"] if len(value) > _LIST_ITEMS else []
-        return f"[{', '.join(shown + more)}]"
+        shown = ", ".join(cell(item) for item in value[:_LIST_ITEMS])
+        # The number first: the end of a cell is what is cut.
+        return f"[{shown}]" if len(value) <= _LIST_ITEMS else f"[{len(value):,} values: {shown}, ...]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{printable(name)}: {cell(item)}" for name, item in value.items()) + "}"
     if isinstance(value, float):
