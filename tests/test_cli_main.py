@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import traceback
@@ -21,7 +22,7 @@ from moto.server import ThreadedMotoServer
 from ray_lance_stream import LanceStream
 from ray_lance_stream.checkpoint import locate, write_streams
 from ray_lance_stream.cli import inspect as inspect_module
-from ray_lance_stream.cli.main import cli
+from ray_lance_stream.cli.main import cli, main
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
 
@@ -267,3 +268,10 @@ def test_the_traceback_of_this_test_would_show_it() -> None:
         raise OSError(SECRET)
     except OSError:
         assert SECRET in traceback.format_exc()
+
+
+def test_the_script_is_the_command_line() -> None:
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    name, value = re.findall(r'\[project\.scripts\]\n(\S+) = "(\S+)"', project)[0]
+    assert name == "ray-lance-stream"
+    assert metadata.EntryPoint(name=name, value=value, group="console_scripts").load() is main
