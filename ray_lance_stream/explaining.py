@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.table import PinnedTable
 
 
-_STEP_REMEDY: Final = "pass what shard.step said while the batch was trained on: the first step of an epoch is 1"
+_STEP_REMEDY: Final = "pass what shard.step said at the end of the step: the first one of an epoch is 1"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class StepRows:
 
     Attributes:
         epoch: Counted from 0.
-        step: Counted from 1: what ``shard.step`` says while the batch is trained on.
+        step: Counted from 1: what ``shard.step`` says at its end, where ``shard.is_step_end`` is true.
         num_steps: Steps in the epoch.
         cycles: The step's cycles.
         num_rows: Rows of the step, or of the replica's part, before ``limit``.
@@ -181,7 +181,7 @@ def rows_of_step(
 
     Args:
         stream: The stream; its transform is not run.
-        step: Counted from 1: what ``shard.step`` said while the batch was trained on.
+        step: Counted from 1: what ``shard.step`` said at its end, where ``shard.is_step_end`` was true.
         epoch: Counted from 0.
         state: A state dict of the run, if the run may stand on another table version than the stream was built on.
         world_size: Number of replicas, to say which of them gets each row. The order does not depend on it.

@@ -58,10 +58,10 @@ def explain(
 ) -> None:
     """Show the rows of a step (one global batch) of a stream of TABLE in the database URI, in their order.
 
-    The step's number K is what shard.step said while the batch was trained on: 1 for the first batch of an epoch.
-    Table version, order and splits come from a --checkpoint of the run, or from the options that LanceStream was
-    given. A row's number is its offset in that table version. Transforms are not run: --columns shows the table's own
-    columns.
+    K is what shard.step said at the end of the step, where shard.is_step_end was true: 1 for the first one of an
+    epoch. Table version, order and splits come from a --checkpoint of the run, or from the options that LanceStream
+    was given. A row's number is its offset in that table version. Transforms are not run: --columns shows the table's
+    own columns.
 
     \b
     Examples:
