@@ -27,6 +27,9 @@ ORDER = (
     "plan",
     "topology",
     "counts",
+    "packspec",
+    "packstate",
+    "packing",
     "state",
     "rowcursor",
     # Lance rows to Arrow blocks.
@@ -96,7 +99,7 @@ ORDER = (
     "cli.__main__",
     "__init__",
 )
-PURE = ("errors", "permutation", "plan", "topology", "counts", "state", "rowcursor")
+PURE = ("errors", "permutation", "plan", "topology", "counts", "packspec", "packstate", "packing", "state", "rowcursor")
 ROWS_TO_BLOCKS = (
     "request",
     "sifting",

@@ -28,8 +28,9 @@ def fail_on(bad: frozenset[int], batch: pa.RecordBatch) -> dict[str, Any]:
 
 
 def skipping(tables: Tables, bad: set[int], **options: Any) -> LanceStream:
-    settings = {"on_transform_error": "skip", "transform": functools.partial(fail_on, frozenset(bad))} | options
-    return tables.stream(ROWS, **settings)
+    transform = functools.partial(fail_on, frozenset(bad))
+    chosen: dict[str, Any] = {"on_transform_error": "skip", "transform": transform} | options
+    return tables.stream(ROWS, **chosen)
 
 
 def expected_ids(bad: set[int], plan: list[list[int]], per_step: int) -> list[list[int]]:
@@ -47,7 +48,7 @@ def splits_of(tables: Tables, **options: Any) -> list[list[int]]:
     """The rows of every split of epoch 0, from a stream that skips nothing."""
     batches = global_batches(tables.stream(ROWS, **options))
     rows = np.concatenate([batch.columns["id"] for batch in batches])
-    return rows.reshape(-1, SPLITS).T.tolist()  # type: ignore[no-any-return]
+    return rows.reshape(-1, SPLITS).T.tolist()
 
 
 @settings(max_examples=15, deadline=None)
