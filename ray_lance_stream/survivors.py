@@ -22,6 +22,7 @@ from ray_lance_stream.sifting import Sifted, SkipLog, gather
 from ray_lance_stream.source import BlockSource
 
 _FIRST_BLOCK_BYTES: Final = 128 * 1024
+_FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
 _GROWTH: Final = 2  # each block may be this many times the size of the one before
 _LEAST_SURVIVAL: Final = 1 / 16  # a split is not asked for more than so many times the rows it should yield
 
@@ -291,7 +292,8 @@ class SurvivorReader:
             lane.add(flight, rows, block.positions[rows], asked[i])
         if len(block):
             self._unreleased[id(flight)] = (flight, len(block))
-            self._bytes_per_row = max(1.0, block.nbytes / len(block))
+            # Falls slowly: where heavy rows have come, more of them may.
+            self._bytes_per_row = max(1.0, block.nbytes / len(block), self._bytes_per_row * _FALL)
         self.skips.add(block.skipped)
         self.read_bytes += block.read_bytes
         self.take_s += block.take_s
