@@ -7,10 +7,9 @@ import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import Tables
 
 from ray_lance_stream import (
     ConfigError,
@@ -22,6 +21,9 @@ from ray_lance_stream import (
     merge_state_dicts,
 )
 from ray_lance_stream.gathering import StateSource, gather_state_dict, load_rank_states, save_rank_state
+
+if TYPE_CHECKING:
+    from conftest import Tables  # not imported: the processes that are started need no Lance
 
 RANKS = 3
 State = dict[str, Any]
@@ -68,10 +70,9 @@ def mid_cycle(state: State, owned: range, more: int) -> State:
 # --- torch.distributed -------------------------------------------------------------------------------
 
 
-def sources(rank: int, uri: str) -> dict[str, StateSource]:
+def sources(rank: int, tables: Tables) -> dict[str, StateSource]:
     """What one process passes to gather_state_dict, by scenario."""
-    stream = LanceStream(uri, "t", num_splits=4, global_batch_size=8, shuffle_seed=7)
-    other = LanceStream(uri, "t", num_splits=4, global_batch_size=8, shuffle_seed=8)
+    stream = tables.stream()
     with stream.open(rank=rank, world_size=RANKS) as shard:
         owned = shard.replica.owned_splits(4)
     two = state_after(stream, 2, rank, RANKS)
@@ -80,31 +81,32 @@ def sources(rank: int, uri: str) -> dict[str, StateSource]:
         "seats": Rank(rank, RANKS, two),
         "inside a cycle": Rank(rank, RANKS, mid_cycle(two, owned, more=rank % 2)),
         "different steps": state_after(stream, 1 + rank // 2, rank, RANKS),
-        "other data": state_after(other if rank == 1 else stream, 2, rank, RANKS),
+        "other data": state_after(tables.stream(shuffle_seed=7 + rank % 2), 2, rank, RANKS),
         "one has none": Rank(rank, RANKS, StateError("no state inside a batch") if rank == 2 else two),
-        "an error that does not travel": Rank(rank, RANKS, OddError() if rank == 0 else two),
+        "an error that does not travel": Rank(rank, RANKS, two),  # raised in the process itself
         "not a state": Rank(rank, RANKS, {"epoch": 1} if rank == 1 else two),
         "a rank too few": Rank(rank, RANKS + 1, two),
         "the same rank twice": Rank(min(rank, 1), RANKS, two),
     }
 
 
-def take_part(rank: int, uri: str, directory: str) -> None:
+def take_part(rank: int, scenarios: list[dict[str, StateSource]], pair: list[State], directory: str) -> None:
     """What every process does: gathers in all scenarios, and writes down what it got."""
     from torch import distributed
 
     distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS)
-    pair = distributed.new_group([0, 1])
+    two_of_three = distributed.new_group([0, 1])
     found: dict[str, Any] = {}
     try:
-        for name, source in sources(rank, uri).items():
+        for name, source in scenarios[rank].items():
+            if name == "an error that does not travel" and rank == 0:
+                source = Rank(rank, RANKS, OddError())
             try:
                 found[name] = gather_state_dict(source)
             except LanceStreamError as error:
                 found[name] = error
         if rank < 2:
-            stream = LanceStream(uri, "t", num_splits=4, global_batch_size=8, shuffle_seed=7)
-            found["a group"] = gather_state_dict(Rank(rank, 2, state_after(stream, 3, rank, 2)), group=pair)
+            found["a group"] = gather_state_dict(Rank(rank, 2, pair[rank]), group=two_of_three)
     finally:
         distributed.destroy_process_group()
     Path(f"{directory}/{rank}.pickle").write_bytes(pickle.dumps(found))
@@ -116,7 +118,9 @@ def gathered(tables: Tables, tmp_path_factory: pytest.TempPathFactory) -> list[d
     from torch import multiprocessing
 
     directory = str(tmp_path_factory.mktemp("gathered"))
-    multiprocessing.spawn(take_part, args=(tables.uri(50), directory), nprocs=RANKS)
+    scenarios = [sources(rank, tables) for rank in range(RANKS)]
+    pair = [state_after(tables.stream(), 3, rank, 2) for rank in range(2)]
+    multiprocessing.spawn(take_part, args=(scenarios, pair, directory), nprocs=RANKS)
     return [pickle.loads(Path(f"{directory}/{rank}.pickle").read_bytes()) for rank in range(RANKS)]
 
 
