@@ -95,10 +95,11 @@ def test_both_sides_keep_the_same_state(ours: Side, documents: Any) -> None:
 
 def test_no_state_inside_a_step(side: Side, documents: Any) -> None:
     dataset = packed(side, documents)[0]
-    blocks(dataset, 6)
+    iterator = iter(dataset)
+    blocks(iterator, 6)
     with pytest.raises((RuntimeError, ValueError), match=r"step|cycle"):
         dataset.state_dict()
-    blocks(dataset, 2)
+    blocks(iterator, 2)
     assert dataset.state_dict()["blocks_emitted_per_split"] == [2, 2, 2, 2]
 
 
