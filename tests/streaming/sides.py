@@ -74,6 +74,11 @@ def batch_ids(batches: Iterable[Any], count: int | None = None) -> list[list[int
     return [batch["id"].tolist() for batch in itertools.islice(batches, count)]
 
 
+def flat(batches: Iterable[Iterable[int]]) -> list[int]:
+    """Returns the items of all batches in one list."""
+    return list(itertools.chain.from_iterable(batches))
+
+
 def owned_counts(world_size: int, num_splits: int = SPLITS) -> list[int]:
     """Splits of each rank."""
     return [(r + 1) * num_splits // world_size - r * num_splits // world_size for r in range(world_size)]
