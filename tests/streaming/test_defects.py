@@ -6,14 +6,16 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lancedb
+import numpy as np
 import pyarrow as pa
 import pytest
 from conftest import Tables, rows_from
 
-from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, counts, flat, ids, merged, saved, take_cycles
+from streaming.sides import LANCEDB, OpenTable, Side, counts, flat, ids, merged, saved, take_cycles
 
 PLAIN: dict[str, Any] = {"shuffle": False}
 IN_ORDER = [first + step for step in range(6) for first in (0, 6, 12, 18)]
@@ -97,9 +99,8 @@ def test_a_rank_that_starts_late_reads_another_table(ours: Side, tables: Tables)
 
 
 def test_a_plan_of_millions_of_rows_does_not_fit(ours: Side, tmp_path: Any) -> None:
-    """The limit scales: a small one shows with fewer rows what the default does near three millions."""
-    rows = 4_000_000
-    table = lancedb.connect(str(tmp_path)).create_table("t", pa.table({"id": pa.array(range(rows), pa.int32())}))
+    """The sort of its plan has 100 MB by default."""
+    table = lancedb.connect(str(tmp_path)).create_table("t", pa.table({"id": np.arange(4_000_000, dtype=np.int32)}))
     with pytest.raises(RuntimeError, match="Not enough memory"):
         LANCEDB.one(table)
     dataset = ours.one(table, read_batch_size=256)
@@ -127,17 +128,11 @@ def test_a_slow_consumer_gets_the_whole_table_in_memory(ours: Side, tmp_path: An
     assert loaded_after(ours, 600) < total / 5
 
 
-def test_a_batch_depends_on_the_number_of_workers(ours: Side, table_of: OpenTable) -> None:
-    from torch.utils.data import DataLoader
-
-    loader: DataLoader[Any] = DataLoader(
-        LANCEDB.one(table_of(24), **PLAIN), batch_size=4, num_workers=2, multiprocessing_context="spawn"
-    )
-    assert batch_ids(loader, 2) == [[0, 6, 1, 7], [12, 18, 13, 19]]
-    # Here a loader has prefetchers, not workers (see test_prefetchers.py); and torch's own workers are refused.
-    loader = DataLoader(ours.one(table_of(24), **PLAIN), batch_size=4, num_workers=2, multiprocessing_context="spawn")
-    with pytest.raises(RuntimeError, match="StreamingDataLoader"):
-        next(iter(loader))
+def test_a_batch_depends_on_the_number_of_workers(table_of: OpenTable) -> None:
+    """Two workers make a batch each from half of the splits. Here a loader has no workers: see test_prefetchers.py."""
+    workers = [SimpleNamespace(id=index, num_workers=2) for index in range(2)]
+    datasets = [LANCEDB.one(table_of(24), worker_info_override=worker, **PLAIN) for worker in workers]
+    assert [ids(dataset, 4) for dataset in datasets] == [[0, 6, 1, 7], [12, 18, 13, 19]]
 
 
 def test_a_dataset_cannot_be_sent_to_a_ray_task(ours: Side, table_of: OpenTable) -> None:
@@ -163,13 +158,25 @@ def test_each_rank_draws_a_seed_of_its_own(ours: Side, table_of: OpenTable) -> N
     assert len(seeds) == 3
 
 
-def test_a_batch_size_of_zero_hangs(ours: Side, table_of: OpenTable) -> None:
-    dataset = LANCEDB.one(table_of(24), read_batch_size=0)
-    done = threading.Event()
-    reader = threading.Thread(target=lambda: (next(iter(dataset), None), done.set()), daemon=True)
+def test_a_read_batch_of_no_rows_hangs(ours: Side, table_of: OpenTable) -> None:
+    enough, ended = threading.Event(), threading.Event()
+
+    def transform(batch: Any) -> Any:
+        if enough.is_set():
+            raise ArithmeticError("enough")
+        return batch.to_pylist()
+
+    def read() -> None:
+        with pytest.raises(ArithmeticError):
+            ids(LANCEDB.one(table_of(24), read_batch_size=0, transform=transform))
+        ended.set()
+
+    reader = threading.Thread(target=read)
     reader.start()
-    assert not done.wait(0.5)
-    dataset._read_batch_size = 64  # lets the thread go
+    assert not ended.wait(0.5)
+    enough.set()
+    reader.join()
+    assert ended.is_set()  # by the error alone
     for size in (0, -1):
         with pytest.raises(ValueError, match="read_batch_size"):
             ours.one(table_of(24), read_batch_size=size)
