@@ -79,3 +79,18 @@ def test_ranks_that_own_unequally_many_splits(ours: Side, table_of: OpenTable, w
     assert len({len(share) for share in shares}) == 1
     found = canonical([flat(share) for share in shares], splits)
     assert found == ids(LANCEDB.one(table_of(211), num_splits=splits))
+
+
+def test_prefetchers_for_several_ranks_need_a_cluster(
+    ours: Side, table_of: OpenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank would start a cluster of its own."""
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not ray.is_initialized()
+    dataset = ours.open(table_of(24), 2)[0]
+    with pytest.raises(ValueError, match="prefetchers need a Ray cluster"):
+        ours.loader(dataset, num_workers=2)
+    assert not ray.is_initialized()
+    assert len(list(ours.loader(dataset, batch_size=4))) == 3

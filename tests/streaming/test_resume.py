@@ -58,18 +58,16 @@ def test_both_sides_count_alike_after_every_row(ours: Side, table_of: OpenTable)
         assert {key: ours_state.get(key) for key in their_state} == their_state
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 2), (4, 2), (4, 1)])
-def test_a_state_after_any_cycle_continues_at_another_world_size(
-    side: Side, table_of: OpenTable, before: int, after: int
-) -> None:
+def test_a_state_after_any_cycle_continues_at_another_world_size(side: Side, table_of: OpenTable) -> None:
     expected = take_cycles(side.open(table_of(24), 1, **SHUFFLED))
-    datasets = side.open(table_of(24), before, **SHUFFLED)
-    begin = 0
-    for cycle in side.some(7):
-        assert take_cycles(datasets, cycle - begin) == expected[begin * 4 : cycle * 4]
-        rest = take_cycles(side.open(table_of(24), after, merged(side, datasets), **SHUFFLED))
-        assert rest == expected[cycle * 4 :]
-        begin = cycle
+    changes = [(2, 4), (4, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2)]
+    for before, after in changes if side.name == "ours" else changes[:2]:
+        datasets, begin = side.open(table_of(24), before, **SHUFFLED), 0
+        for cycle in side.some(7):
+            assert take_cycles(datasets, cycle - begin) == expected[begin * 4 : cycle * 4]
+            rest = take_cycles(side.open(table_of(24), after, merged(side, datasets), **SHUFFLED))
+            assert rest == expected[cycle * 4 :]
+            begin = cycle
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1), (4, 2)])
@@ -107,7 +105,7 @@ def test_a_state_says_the_same_on_every_rank_at_a_cycle_end(side: Side, table_of
 def test_a_loop_that_was_left_is_taken_up_again(side: Side, table_of: OpenTable) -> None:
     dataset = side.one(table_of(24), shuffle=False)
     taken: list[int] = []
-    for count in (1, 4, 2, 7, 1, 3, 6):
+    for count in (1, 4, 2, 7, 7, 1, 2):  # the last ones leave the loop within the last cycle
         taken += ids(dataset, count)
         assert sum(counts(dataset.state_dict())) == len(taken)
     assert taken == ids(side.one(table_of(24), shuffle=False))
