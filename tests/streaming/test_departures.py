@@ -94,14 +94,14 @@ def numbers_out_of_range_are_refused_at_once(case: Case) -> None:
         {"world_size": 0},
         {"num_splits": 0},
         {"num_splits": 25},
-        {"world_size": 5},
+        {"num_splits": 4, "world_size": 5},
         {"shuffle_clump_size": 0},
         {"read_batch_size": 0},
         {"read_batch_size": 2.5},
         {"shuffle_seed": -1},
         {"epoch": -1},
     ):
-        with pytest.raises(ConfigError, match=next(iter(options)).removeprefix("world_")):
+        with pytest.raises(ConfigError, match=next(iter(options))):
             case.ours.dataset(case.table(), **{"num_splits": 4} | options)
     assert issubclass(ConfigError, ValueError)
 
@@ -129,7 +129,7 @@ def a_state_of_other_data_is_refused(case: Case) -> None:
         assert f"{field} differs" in str(raised.value)
     _, other = case.tables.own(24)
     with pytest.raises(StateMismatchError) as raised:
-        case.ours.one(other, state, **options)
+        next(iter(case.ours.one(other, state, **options)))  # opened with the first row
     assert raised.value.field == "table"
 
 
