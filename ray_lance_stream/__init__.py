@@ -2,6 +2,7 @@
 
 * :class:`LanceStream` is the recipe; pass it to ``TorchTrainer(datasets={"train": stream})``.
 * :class:`StreamShard` is what ``ray.train.get_dataset_shard("train")`` returns in a training worker.
+* :class:`StreamingDataset` takes the place of the class of that name in ``lancedb.streaming``.
 * :func:`report` is ``ray.train.report`` with the stream's state in the checkpoint.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray_lance_stream.config import PrefetchConfig
+    from ray_lance_stream.dataset import StreamingDataset
     from ray_lance_stream.errors import (
         BlockError,
         ConfigError,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     )
     from ray_lance_stream.saving import report, save_state
     from ray_lance_stream.shard import StreamShard
+    from ray_lance_stream.sifting import ReplaceRow, SkippedRow
     from ray_lance_stream.state import merge_state_dicts
     from ray_lance_stream.stats import RunProgress, ShardStats
     from ray_lance_stream.stream import LanceStream
@@ -44,14 +47,17 @@ _HOME = {
     "MissingStateError": "errors",
     "PlacementError": "errors",
     "PrefetchConfig": "config",
+    "ReplaceRow": "sifting",
     "RunProgress": "stats",
     "ShardStats": "stats",
+    "SkippedRow": "sifting",
     "StaleIncarnationError": "errors",
     "StateError": "errors",
     "StateMismatchError": "errors",
     "StreamClosedError": "errors",
     "StreamDataConfig": "train",
     "StreamShard": "shard",
+    "StreamingDataset": "dataset",
     "TableVersionError": "errors",
     "TransformContext": "transform",
     "TransformError": "errors",
@@ -69,14 +75,17 @@ __all__ = [
     "MissingStateError",
     "PlacementError",
     "PrefetchConfig",
+    "ReplaceRow",
     "RunProgress",
     "ShardStats",
+    "SkippedRow",
     "StaleIncarnationError",
     "StateError",
     "StateMismatchError",
     "StreamClosedError",
     "StreamDataConfig",
     "StreamShard",
+    "StreamingDataset",
     "TableVersionError",
     "TransformContext",
     "TransformError",

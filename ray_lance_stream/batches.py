@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,6 +16,7 @@ from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
 from ray_lance_stream.plan import require_int
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader
+from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import Replica, StepPlan, StepShare
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class Delivery(Generic[T]):
     micro_index: int
     is_step_end: bool
     end_cycle: int  # of the step the batch belongs to
+    positions: tuple[int, ...] | None = None  # of every split behind the step, where rows may be skipped
+    is_last: bool = False  # the epoch ends with this step, earlier than without skipped rows
 
 
 def deliveries(
@@ -64,6 +68,49 @@ def deliveries(
             )
         cycle, skip = cycles.stop, 0
         reader.release(position.cycle)  # what the trainer has been handed, not what was made ahead
+
+
+def sifted_deliveries(
+    reader: SurvivorReader,
+    steps: StepPlan,
+    replica: Replica,
+    position: Position,
+    convert: Convert[T],
+    micro_batch_size: int | None,
+    agree: Callable[[int, int, int, threading.Event], int],
+) -> Generator[Delivery[T], None, None]:
+    """As :func:`deliveries`, where rows may be skipped: up to the cycle that every replica can serve.
+
+    Args:
+        agree: Called with (epoch, cycle, cycles this replica can serve, stop event) before every step; returns how
+            many all of them can.
+    """
+    cycle, skip, epoch = position.cycle, position.micro_done, position.epoch
+    owned = replica.owned_splits(steps.num_splits)
+    width, q = len(owned), steps.cycles_per_step
+    while True:
+        stop = cycle - cycle % q + q
+        end = agree(epoch, cycle, reader.servable(stop), reader.interrupted)
+        if end <= cycle or (end < stop and steps.drop_last):
+            return
+        share = _share(steps, replica, end - cycle, micro_batch_size)
+        positions = position.positions_with(owned, end, reader.positions_after(end))
+        for index in range(skip, share.num_micro_batches):
+            part = share.micro_batch(index)
+            yield Delivery(
+                batch=convert(reader.read(range(cycle * width + part.start, cycle * width + part.stop))),
+                rows=len(part),
+                loss_scale=share.loss_scale(len(part)),
+                micro_index=index,
+                is_step_end=index == share.num_micro_batches - 1,
+                end_cycle=end,
+                positions=positions,
+                is_last=end < stop,
+            )
+        if end < stop:
+            return
+        cycle, skip = end, 0
+        reader.release(position.cycle)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -23,21 +23,36 @@ from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.rowlists import listed_rows
+from ray_lance_stream.sifting import ErrorPolicy, Sifted
 from ray_lance_stream.table import PinnedTable
-from ray_lance_stream.transform import Transform, TransformContext
+from ray_lance_stream.transform import RowTransform, Transform, TransformContext
+from ray_lance_stream.trial import sifted, try_rows
+from ray_lance_stream.userplan import UserPlan
 
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
+_MOST_PROBE_ROWS: Final = 4096  # where the first rows all fail
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecipe:
-    """What a block is made of, the same for a whole stream."""
+    """What a block is made of, the same for a whole stream.
+
+    Attributes:
+        table: The table.
+        columns: Columns to read; None for all.
+        transform: What is done to the rows. A ``RowTransform`` makes objects of them.
+        policy: What happens to rows that fail; with one, blocks say which rows they hold (``sifting.Sifted``).
+        plan: The user's rows in splits, for the order "plan".
+    """
 
     table: TableRef
     columns: tuple[str, ...] | None = None
     transform: Transform | None = None
+    policy: ErrorPolicy | None = None
+    plan: UserPlan | None = field(default=None, repr=False)
 
 
 @dataclass(kw_only=True)
@@ -57,6 +72,8 @@ class BlockBuilder:
         self._recipe = recipe
         self._tables: _Cache[int, PinnedTable] = _Cache(_OPEN_VERSIONS)
         self._plans: _Cache[str, Plan] = _Cache(_OPEN_PLANS)
+        self._rows_in_transform = 0
+        self._count_lock = threading.Lock()
 
     def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
         """Opens the table version, counts its rows and builds the first ones.
@@ -76,7 +93,8 @@ class BlockBuilder:
 
     def _open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
         table = self._table(spec)
-        matching = None if spec.order.filter is None else table.matching_rows(spec.order.filter)
+        recipe = self._recipe
+        matching, surplus = listed_rows(spec, table, recipe.table, recipe.plan) if spec.order.is_listed else (None, 0)
         num_rows = table.num_rows if matching is None else len(matching)
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, num_rows, matching))
         probe = self._probe(plan, num_rows, matching)
@@ -86,13 +104,14 @@ class BlockBuilder:
             matching_rows=None,
             schema=probe.schema,
             bytes_per_row=max(1.0, probe.nbytes / probe.num_rows),
+            surplus_rows=surplus,
         )
         return handle, matching
 
     def build(
         self, handle: PlanHandle, ranges: Ranges, resolve_rows: Callable[[Any], IntArray | None]
-    ) -> tuple[pa.Table, BuildStats]:
-        """Returns the block of the given ranges, and what it cost.
+    ) -> tuple[pa.Table | Sifted, BuildStats]:
+        """Returns the block of the given ranges, and what it cost; a ``Sifted`` one if there is a policy.
 
         Args:
             handle: The plan.
@@ -105,35 +124,90 @@ class BlockBuilder:
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
         with self._without_secrets():
-            table, stats = self._build(plan, ranges)
-        return cast_to(table, handle.schema), stats
+            block, stats = self._build(plan, ranges)
+        if isinstance(block, Sifted):
+            if isinstance(block.rows, pa.Table) and self._fixes_schema:
+                block.rows = cast_to(block.rows, handle.schema)
+            return block, stats
+        return cast_to(block, handle.schema), stats
+
+    @property
+    def rows_in_transform(self) -> int:
+        """Rows that are read, and being transformed or waiting for it."""
+        return self._rows_in_transform
+
+    @property
+    def _fixes_schema(self) -> bool:
+        return not isinstance(self._recipe.transform, RowTransform)
 
     def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None) -> pa.Table:
         """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
         order = plan.spec.order
-        first = Plan(PlanSpec(table=plan.spec.table, order=order, epoch=0), num_rows, matching)
+        epoch = plan.spec.epoch if order.is_listed_per_epoch else 0  # the list at hand; a table's types do not change
+        first = Plan(PlanSpec(table=plan.spec.table, order=order, epoch=epoch), num_rows, matching)
         splits = min(_PROBE_ROWS, order.num_splits)
         cycles = min(first.layout.rows_per_split, max(1, _PROBE_ROWS // splits))
-        return self._build(first, Ranges(first_split=0, num_splits=splits, start=0, stop=cycles))[0]
+        if not self._fixes_schema:
+            ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=cycles)
+            return self._table(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns)
+        start = 0
+        while True:
+            block, _ = self._build(first, Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles))
+            table = block.rows if isinstance(block, Sifted) else block
+            assert isinstance(table, pa.Table)
+            start, left = start + cycles, first.layout.rows_per_split - start - cycles
+            if table.num_rows:
+                return table
+            if left <= 0 or start * splits >= _MOST_PROBE_ROWS:
+                assert isinstance(block, Sifted)
+                raise TransformError(
+                    explain(
+                        f"the transform failed on each of the first {start * splits} rows",
+                        found=block.skipped[-1].reason,
+                        expected="some rows that come through: they fix the schema of the batches",
+                        remedy="correct the transform, or choose other rows with filter",
+                    )
+                )
+            cycles = min(left, cycles * 4)
 
-    def _build(self, plan: Plan, ranges: Ranges) -> tuple[pa.Table, BuildStats]:
+    def _build(self, plan: Plan, ranges: Ranges) -> tuple[pa.Table | Sifted, BuildStats]:
         splits, positions = ranges.places()
         rows = plan.rows(splits, positions)
         began = time.perf_counter()
-        block = self._table(plan.spec).take(rows, self._recipe.columns)
+        table = self._table(plan.spec).take(rows, self._recipe.columns)
         taken = time.perf_counter()
-        if self._recipe.transform is not None:
-            context = TransformContext(
-                epoch=plan.spec.epoch,
-                row_numbers=rows,
-                splits=splits,
-                positions=positions,
-                seed=plan.spec.order.shuffle_seed,
-            )
-            block = self._recipe.transform(_one_batch(block), context)
+        context = TransformContext(
+            epoch=plan.spec.epoch,
+            row_numbers=rows,
+            splits=splits,
+            positions=positions,
+            seed=plan.spec.order.shuffle_seed,
+        )
+        with self._transforming(len(rows)):
+            block = self._transformed(table, context)
         done = time.perf_counter()
-        stats = BuildStats(rows=block.num_rows, num_bytes=block.nbytes, take_s=taken - began, transform_s=done - taken)
+        if isinstance(block, Sifted):
+            block.read_bytes, block.take_s, block.transform_s = table.nbytes, taken - began, done - taken
+        stats = BuildStats(rows=len(rows), num_bytes=block.nbytes, take_s=taken - began, transform_s=done - taken)
         return block, stats
+
+    def _transformed(self, table: pa.Table, context: TransformContext) -> pa.Table | Sifted:
+        transform, policy = self._recipe.transform, self._recipe.policy
+        if policy is not None and transform is not None and table.num_rows:
+            return try_rows(transform, policy, _one_batch(table), context)
+        if policy is not None:
+            return sifted(table, context)
+        return table if transform is None else transform(_one_batch(table), context)
+
+    @contextmanager
+    def _transforming(self, rows: int) -> Iterator[None]:
+        with self._count_lock:
+            self._rows_in_transform += rows
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self._rows_in_transform -= rows
 
     def warm_up(self, version: int) -> None:
         """Opens a version of the table and reads a few rows all over it, so that its files' footers are loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from typing import Any, Final
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from ray_lance_stream.errors import ConfigError, StateError, explain, shown
-from ray_lance_stream.state import StreamState, merge_states
+from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain, shown
+from ray_lance_stream.state import Provenance, StreamState, merge_states
+
+logger = logging.getLogger("ray_lance_stream")
 
 FILE_NAME: Final = "lance_stream.json"
 _RANK_FILE: Final = "lance_stream.rank-{rank:05d}.json"
@@ -144,3 +147,54 @@ def _damaged(path: str, found: str) -> StateError:
             remedy="resume from an earlier checkpoint of the run (the directories beside it)",
         )
     )
+
+
+def resume_states(resume_from: object, on_missing_state: str, *, of: Provenance) -> Streams | None:
+    """Reads a stream's ``resume_from`` on the driver, so that a bad one fails there and workers need no access to it.
+
+    Args:
+        resume_from: A checkpoint's path or URI, a ``ray.train.Checkpoint``, a state dict, or None.
+        on_missing_state: "error", or "restart": None for a checkpoint without our file.
+        of: What a state of ``lancedb.streaming``, which does not say it, is taken to belong to.
+    """
+    if resume_from is None:
+        return None
+    if isinstance(resume_from, Mapping):
+        return _AnyName({"": StreamState.from_dict(resume_from, of=of)})
+    if isinstance(resume_from, (str, Path)):
+        filesystem, path = locate(resume_from)
+    elif hasattr(resume_from, "filesystem") and hasattr(resume_from, "path"):
+        filesystem, path = resume_from.filesystem, str(resume_from.path)
+    else:
+        raise StateError(
+            explain(
+                "resume_from is not a state",
+                found=f"an object of type {type(resume_from).__name__}",
+                expected="a checkpoint's path or URI, a ray.train.Checkpoint, or a state dict",
+                remedy="pass one of these",
+            )
+        )
+    states = read_streams(filesystem, path)
+    if states is None:
+        if on_missing_state == "restart":
+            logger.warning("%s holds no stream state; starting from the beginning", path)
+            return None
+        raise MissingStateError(
+            explain(
+                f"there is no stream state in {path}",
+                found="no lance_stream.json",
+                expected="a checkpoint written by ray_lance_stream.report() or with save_state()",
+                remedy="pass such a checkpoint, or on_missing_state='restart'",
+            )
+        )
+    return states
+
+
+class _AnyName(dict[str, StreamState]):
+    """A single state that fits a stream of any name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __getitem__(self, name: str) -> StreamState:
+        return super().__getitem__("")

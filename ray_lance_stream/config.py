@@ -75,6 +75,7 @@ class StreamConfig:
     resume_states: Mapping[str, StreamState] | None = None
     on_missing_state: Literal["error", "restart"] = "error"
     allow_changes: tuple[str, ...] = ()
+    sifts: bool = False  # blocks say which of their rows came through, because some may fail
 
     def __post_init__(self) -> None:
         check_overrides(self.allow_changes)

@@ -14,15 +14,22 @@ from ray_lance_stream.plan import SplitLayout
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader
 from ray_lance_stream.request import PlanHandle
+from ray_lance_stream.sifting import SkipLog, SkippedRow
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import ShardStats
+from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import Replica, Seat, StepPlan
 
 if TYPE_CHECKING:
     from ray_lance_stream.batches import BatchIterator
 
 S = TypeVar("S", bound="ShardCore")
+
+
+def steps_done(steps: StepPlan, cycle: int, *, ended: bool) -> int:
+    """Returns how many steps are finished at a cycle; ``ended``: skipped rows have made the last one end there."""
+    return -(-cycle // steps.cycles_per_step) if ended else steps.steps_done(cycle)
 
 
 class ShardCore:
@@ -39,7 +46,8 @@ class ShardCore:
         self._iterating: weakref.ref[BatchIterator[Any]] | None = None
         self._position = Position.start(config)
         self._handle: PlanHandle | None = None
-        self._reader: BlockReader | None = None
+        self._reader: BlockReader | SurvivorReader | None = None
+        self._skips = SkipLog()
         self.loss_scale = 1.0
         self.is_step_end = True
         self._rows = self._batches = self._retries = 0
@@ -81,22 +89,22 @@ class ShardCore:
     def step(self) -> int:
         """Steps of this epoch that are finished, the one that ends with the last batch included."""
         position = self._here()
-        return (self._steps_of(self._handle) if self._closed and self._handle else self._steps()).steps_done(
-            position.cycle
-        )
+        steps = self._steps_of(self._handle) if self._closed and self._handle else self._steps()
+        return steps_done(steps, position.cycle, ended=position.ended)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole epoch, on all replicas."""
+        """Rows of the whole epoch, on all replicas; where rows may be skipped, the most there can be."""
         return self._steps().end_cycle * self._config.order.num_splits
 
     @property
     def dropped_rows(self) -> int:
         """Rows of the table (after the filter) that this epoch leaves out: N mod S, and ``drop_last``."""
-        return self._open_plan().num_rows - self.num_rows
+        handle = self._open_plan()
+        return handle.num_rows + handle.surplus_rows - self.num_rows
 
     def __len__(self) -> int:
-        """Returns the number of steps in an epoch."""
+        """Returns the number of steps in an epoch; where rows may be skipped, the most there can be."""
         return self._steps().num_steps
 
     def __repr__(self) -> str:
@@ -113,7 +121,19 @@ class ShardCore:
             train_s=self._train_s,
             buffered_bytes=0 if reader is None else reader.buffered_bytes,
             retries=self._retries + (0 if reader is None else reader.retries),
+            rows_skipped=self._skip_log().count,
         )
+
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """The last rows that this shard skipped or replaced because the transform failed, with their reasons."""
+        return self._skip_log().rows
+
+    def _skip_log(self) -> SkipLog:
+        log, reader = self._skips.copy(), self._reader
+        if isinstance(reader, SurvivorReader):
+            log.merge(reader.skips)
+        return log
 
     # ------------------------------------------------------------------ state
 
@@ -126,10 +146,16 @@ class ShardCore:
             self._open()
         return self._position
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state after the last batch handed out: plain JSON types, equal on all replicas.
+    @property
+    def is_partial(self) -> bool:
+        """Whether the state is exact for the splits of this replica only, because rows may be skipped."""
+        return self._config.sifts and self._seat.shared and self._seat.replica.dp_size > 1
 
-        Batches that were prefetched do not count. Continues at any number of replicas.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state after the last batch handed out: plain JSON types.
+
+        Equal on all replicas, unless rows may be skipped: then merge those of all (``merge_state_dicts``). Batches
+        that were prefetched do not count. Continues at any number of replicas.
 
         Raises:
             StateError: In the middle of a step that was cut into micro-batches.
@@ -143,7 +169,7 @@ class ShardCore:
             StateError: It is damaged or was not taken at the end of a cycle.
             StateMismatchError: It belongs to other data; the message names the field and the remedy.
         """
-        loaded = StreamState.from_dict(state)
+        loaded = StreamState.from_dict(state, of=Position.start(self._config).provenance)
         self._end_iteration("load_state_dict moved the shard; iterate anew")
         self._open(at=loaded)
 
@@ -261,5 +287,7 @@ class ShardCore:
         reader, self._reader = self._reader, None
         if reader is not None:
             self._retries += reader.retries
+            if isinstance(reader, SurvivorReader):
+                self._skips.merge(reader.skips)
             reader.interrupted.set()
             reader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,9 @@ class Link(Protocol):
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """Tells the run which state the shard will have after the step it is about to hand out."""
+
+    def agree(self, seat: Seat, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
+        """Returns up to which cycle every replica can serve; see ``agreement.Agreement``."""
 
     def close(self) -> None:
         """Ends what belongs to this shard only."""

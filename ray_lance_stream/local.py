@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-import pyarrow as pa
-
+from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.core import ShardCore
@@ -33,7 +34,7 @@ class LocalSource:
         handle, matching = self._builder.open_plan(spec)
         return dataclasses.replace(handle, matching_rows=matching)
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
         """See ``BlockSource``."""
         return self._pool.submit(self._build, handle, ranges)
 
@@ -42,11 +43,16 @@ class LocalSource:
         del elapsed_s
         return None if not isinstance(error, OSError) or attempt >= 3 else 0.5 * attempt
 
+    @property
+    def rows_in_transform(self) -> int:
+        """Rows that are read, and being transformed or waiting for it."""
+        return self._builder.rows_in_transform
+
     def close(self) -> None:
         """See ``BlockSource``. Waits for the blocks that are being built."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _build(self, handle: PlanHandle, ranges: Ranges) -> pa.Table:
+    def _build(self, handle: PlanHandle, ranges: Ranges) -> Any:
         return self._builder.build(handle, ranges, lambda rows: rows)[0]
 
 
@@ -56,10 +62,12 @@ class LocalLink:
     Args:
         recipe: What blocks are made of.
         in_run: Whether the shard belongs to a Train run in local mode, whose checkpoints hold its state.
+        agreement: How replicas find the common end of an epoch, if rows may be skipped.
     """
 
-    def __init__(self, recipe: BlockRecipe, *, in_run: bool = False) -> None:
+    def __init__(self, recipe: BlockRecipe, *, in_run: bool = False, agreement: Agreement | None = None) -> None:
         self._recipe = recipe
+        self._agreement = agreement
         self._in_run = in_run
 
     def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
@@ -84,6 +92,11 @@ class LocalLink:
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """See ``Link``."""
+
+    def agree(self, seat: Seat, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
+        """See ``Link``; without an agreement every replica ends with its own splits."""
+        del seat
+        return servable if self._agreement is None else self._agreement.least(epoch, cycle, servable, stop)
 
     def close(self) -> None:
         """See ``Link``."""

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lance
 
@@ -28,6 +28,8 @@ class TableRef:
         name: The table's name.
         storage_options: Options of the object store; their values are never shown, as they hold secrets.
         connection_factory: Called with the name, returns the open table; instead of ``uri``.
+        namespace: The namespace the table is in.
+        live: The open table, in the process that has it.
         dataset_uri: Where LanceDB keeps the table, once known (see :meth:`located`): other processes then open
             it without LanceDB, which takes seconds to load.
 
@@ -40,6 +42,40 @@ class TableRef:
     storage_options: Mapping[str, str] | None = field(default=None, hash=False)
     connection_factory: Callable[[str], lancedb.table.Table] | None = None
     dataset_uri: str | None = None
+    namespace: tuple[str, ...] = ()
+    live: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, table: Any, connection_factory: Callable[[str], Any] | None = None) -> TableRef:
+        """Returns the reference to an open LanceDB table; later versions of it do not matter.
+
+        Args:
+            table: As ``open_table`` and ``create_table`` return it.
+            connection_factory: How other processes open it; else they do so by its URI and storage options.
+        """
+        name, connection = getattr(table, "name", None), getattr(table, "_conn", None)
+        if not isinstance(name, str) or inspect.iscoroutinefunction(getattr(table, "count_rows", None)):
+            raise ConfigError(
+                explain(
+                    "this is no LanceDB table",
+                    found=f"an object of type {type(table).__name__}",
+                    expected="a table as lancedb.connect(uri).open_table(name) returns it",
+                    remedy="open it with the synchronous API",
+                )
+            )
+        if connection_factory is not None:
+            return cls(name=name, connection_factory=connection_factory, live=table)
+        return cls(
+            uri=str(getattr(connection, "uri", "")),
+            name=name,
+            storage_options=getattr(connection, "storage_options", None) or None,
+            namespace=tuple(getattr(table, "_namespace_path", None) or ()),
+            live=table,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An open table cannot travel; whoever gets the reference opens its own.
+        return self.__dict__ | {"live": None}
 
     def __post_init__(self) -> None:
         if (self.uri is None) == (self.connection_factory is None):
@@ -82,7 +118,7 @@ class TableRef:
             ConfigError: The database or the table is missing, or cannot be opened.
             TableVersionError: The version was cleaned up, or never existed.
         """
-        dataset = self._open_latest()
+        dataset = self._open_latest(version)
         if version is not None and version != dataset.version:
             try:
                 dataset = dataset.checkout_version(int(version))
@@ -97,20 +133,32 @@ class TableRef:
         """Returns this reference with what is known once the table has been opened."""
         return self if self.uri is None else replace(self, dataset_uri=opened.uri)
 
-    def _open_latest(self) -> lance.LanceDataset:
+    def open_lancedb(self, version: int) -> lancedb.table.Table:
+        """Opens one version with LanceDB, for what only LanceDB can do."""
+        if self.connection_factory is not None:
+            table = self.connection_factory(self.name)
+        else:
+            table = self._connect().open_table(self.name, namespace_path=list(self.namespace) or None)
+        table.checkout(version)
+        return table
+
+    def _open_latest(self, version: int | None) -> lance.LanceDataset:
         database = None
         try:
+            if self.live is not None and version in (None, self.live.version):
+                dataset: lance.LanceDataset = self.live.to_lance()
+                return dataset
             if self.dataset_uri is not None:
                 return lance.dataset(self.dataset_uri, storage_options=self._options())
             if self.connection_factory is not None:
                 table = self.connection_factory(self.name)
             else:
                 database = self._connect()
-                table = database.open_table(self.name)
+                table = database.open_table(self.name, namespace_path=list(self.namespace) or None)
             to_lance = getattr(table, "to_lance", None)
             if to_lance is None or inspect.iscoroutinefunction(to_lance):
                 raise NotImplementedError
-            dataset: lance.LanceDataset = to_lance()
+            dataset = to_lance()
             return dataset
         except ConfigError:
             raise

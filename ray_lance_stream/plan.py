@@ -19,7 +19,7 @@ from ray_lance_stream.errors import ConfigError, explain, shown
 from ray_lance_stream.permutation import ClumpPermutation, IntArray, derive_keys
 
 PLAN_FORMAT: Final = 1
-ORDERS: Final = ("feistel",)
+ORDERS: Final = ("feistel", "lancedb", "plan")
 _MAX_SEED: Final = 2**64 - 1
 _MAX_SPLITS: Final = 2**20  # a state may hold one count per split: a foreign one must not fill memory
 _MAX_CLUMP: Final = 2**62
@@ -49,8 +49,10 @@ class OrderSpec:
         shuffle_seed: 0 to 2**64 - 1.
         shuffle_clump_size: Neighbouring rows shuffled as one, >= 1.
         filter: SQL condition on rows, or None for all rows.
-        order: The algorithm: "feistel", the closed form.
+        order: The algorithm: "feistel", the closed form; "lancedb", the order of LanceDB's own permutation
+            builder; "plan", rows in splits that the user chose, the same in every epoch.
         plan_format: Version of the algorithm; a new algorithm is a new number.
+        plan_digest: What the user's plan holds, for the order "plan" only.
     """
 
     num_splits: int
@@ -60,6 +62,17 @@ class OrderSpec:
     filter: str | None = None
     order: str = "feistel"
     plan_format: int = PLAN_FORMAT
+    plan_digest: str | None = None
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the plan needs a list of row numbers; if not, it is a closed form."""
+        return self.filter is not None or self.order == "plan" or self.is_listed_per_epoch
+
+    @property
+    def is_listed_per_epoch(self) -> bool:
+        """Whether every epoch has a list of its own."""
+        return self.order == "lancedb" and self.shuffle
 
     def __post_init__(self) -> None:
         remedy = "pass a number with many divisors, e.g. 48"
@@ -81,6 +94,15 @@ class OrderSpec:
         if self.order not in ORDERS:
             raise ConfigError(
                 explain("order is unknown", found=shown(self.order), expected=f"one of {ORDERS}", remedy="pass one")
+            )
+        if (self.order == "plan") != (self.plan_digest is not None):
+            raise ConfigError(
+                explain(
+                    "order='plan' and a plan go together",
+                    found=f"order={self.order!r} {'without' if self.plan_digest is None else 'with'} a plan",
+                    expected="both or neither",
+                    remedy="pass plan=, the table of row ids and split ids, and leave order out",
+                )
             )
         if self.plan_format != PLAN_FORMAT:
             raise ConfigError(
@@ -107,7 +129,10 @@ class PlanSpec:
     @functools.cached_property
     def plan_id(self) -> str:
         """A short name that two specs share only if they are equal."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        if self.order.plan_digest is None:
+            del fields["order"]["plan_digest"]  # names of orders that have none are older than the field
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -149,22 +174,24 @@ class Plan:
 
     Args:
         spec: What the plan is for.
-        num_rows: Rows of the table version that satisfy the filter.
-        matching_rows: Their row numbers, ascending, when there is a filter; else None and every row
-            number in [0, num_rows) is meant.
+        num_rows: Rows of the table version that satisfy the filter, or of the user's plan.
+        matching_rows: The row numbers that places refer to, where ``spec.order.is_listed``: those that satisfy
+            the filter, ascending; with the order "lancedb" and shuffling those of the epoch, shuffled; or the
+            user's, split by split. Else None, and every row number in [0, num_rows) is meant.
 
-    Memory is constant without a filter. Thread-safe: nothing changes after construction.
+    Memory is constant without a list. Thread-safe: nothing changes after construction.
     """
 
     def __init__(self, spec: PlanSpec, num_rows: int, matching_rows: IntArray | None = None) -> None:
-        if (matching_rows is None) != (spec.order.filter is None):
-            raise ValueError("matching_rows and filter go together")
+        if (matching_rows is not None) != spec.order.is_listed:
+            raise ValueError("matching_rows goes with a filter, or an order that is a list")
         if matching_rows is not None and len(matching_rows) != num_rows:
             raise ValueError(f"matching_rows has {len(matching_rows)} rows, num_rows says {num_rows}")
         self.spec = spec
         self.layout = SplitLayout(num_rows=num_rows, num_splits=spec.order.num_splits)
         self._matching_rows = matching_rows
-        self._permutation = _permutation(spec, num_rows) if spec.order.shuffle else None
+        closed_form = spec.order.shuffle and spec.order.order == "feistel"
+        self._permutation = _permutation(spec, num_rows) if closed_form else None
 
     def rows(self, splits: IntArray, positions: IntArray) -> IntArray:
         """Returns the row number at every (split, position); int64, the broadcast shape of both."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import StateError, StateMismatchError, explain
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.state import Provenance, StreamState, reconcile
@@ -20,6 +21,8 @@ class Position:
         cycle: Cycles of the epoch in finished steps.
         micro_done: Micro-batches handed out of the step under way, 0 between steps.
         micro_batch_size: How the step under way is cut.
+        positions: Position of every split, where rows were skipped; None if each is ``cycle``.
+        ended: Whether the epoch is known to end at ``cycle``, because rows were skipped.
         has_moved: Whether this process handed out batches since the position was loaded. At the end of an
             epoch it decides what iterating gives: the empty remainder after a resume, so that the code at
             the end of the epoch runs once; else the next epoch.
@@ -30,6 +33,8 @@ class Position:
     cycle: int = 0
     micro_done: int = 0
     micro_batch_size: int | None = None
+    positions: tuple[int, ...] | None = None
+    ended: bool = False
     has_moved: bool = False
 
     @classmethod
@@ -63,7 +68,7 @@ class Position:
                 saved_table,
                 config.identity,
             )
-        if not state.samples.uniform or state.positions != state.samples:
+        if not state.samples.uniform:
             raise StateError(
                 explain(
                     "the state was not taken at the end of a cycle",
@@ -72,7 +77,22 @@ class Position:
                     remedy="take the state at a step boundary",
                 )
             )
-        return cls(provenance=Provenance(table=table, order=order), epoch=state.epoch, cycle=state.samples.base)
+        skipped = state.positions != state.samples
+        if skipped and not config.sifts:
+            raise StateError(
+                explain(
+                    "the state is that of a stream which skips rows that fail",
+                    found="positions ahead of the rows consumed, on a stream with on_transform_error='raise'",
+                    expected="a stream that skips rows as well",
+                    remedy="pass the on_transform_error the run began with, e.g. 'skip'",
+                )
+            )
+        return cls(
+            provenance=Provenance(table=table, order=order),
+            epoch=state.epoch,
+            cycle=state.samples.base,
+            positions=tuple(state.positions.to_list()) if skipped else None,
+        )
 
     @property
     def plan_spec(self) -> PlanSpec:
@@ -94,8 +114,17 @@ class Position:
                     remedy="checkpoint after the optimizer's step, where is_step_end is true",
                 )
             )
-        return self.state_after(self.cycle)
+        return self.state_after(self.cycle, self.positions)
 
-    def state_after(self, cycle: int) -> StreamState:
-        """Returns the state once ``cycle`` cycles of this epoch have been handed out."""
-        return StreamState.at_cycle(self.provenance, self.epoch, cycle)
+    def state_after(self, cycle: int, positions: tuple[int, ...] | None = None) -> StreamState:
+        """Returns the state once ``cycle`` cycles of this epoch have been handed out, up to the given positions."""
+        state = StreamState.at_cycle(self.provenance, self.epoch, cycle)
+        return state if positions is None else replace(state, positions=SplitCounts.of(positions))
+
+    def positions_with(self, owned: range, cycle: int, own_positions: list[int]) -> tuple[int, ...]:
+        """Returns every split's position at ``cycle``: exact for the owned ones, the least possible for others."""
+        ahead = cycle - self.cycle
+        known = self.positions or (self.cycle,) * self.provenance.order.num_splits
+        others = [position + ahead for position in known]
+        others[owned.start : owned.stop] = own_positions
+        return tuple(others)

@@ -25,6 +25,11 @@ class Ranges:
     stop: int
     overrides: tuple[tuple[int, int, int], ...] = ()
 
+    def __str__(self) -> str:
+        last = self.first_split + self.num_splits
+        others = f", others of {len(self.overrides)} splits" if self.overrides else ""
+        return f"positions {self.start} to {self.stop} of splits {self.first_split} to {last}{others}"
+
     def places(self) -> tuple[IntArray, IntArray]:
         """Returns (splits, positions) of every row in canonical order; int64, one entry per row."""
         own = np.arange(self.first_split, self.first_split + self.num_splits, dtype=np.int64)
@@ -47,11 +52,12 @@ class PlanHandle:
 
     Attributes:
         spec: The plan.
-        num_rows: Rows of the table version that satisfy the filter.
-        matching_rows: Their row numbers, or whatever the block source can turn into them; None without
-            a filter.
+        num_rows: Rows of the table version that satisfy the filter, or of the user's plan.
+        matching_rows: Their row numbers where ``spec.order.is_listed``, or whatever the block source can turn
+            into them; else None.
         schema: Schema of every block, fixed by the first rows of epoch 0.
         bytes_per_row: First guess of a transformed row's size.
+        surplus_rows: Rows left out that ``num_rows`` does not count: what a list leaves out of itself.
     """
 
     spec: PlanSpec
@@ -59,3 +65,4 @@ class PlanHandle:
     matching_rows: Any
     schema: pa.Schema
     bytes_per_row: float
+    surplus_rows: int = 0

@@ -45,6 +45,7 @@ class RowNumbers:
             deleted: Ascending offsets in the concatenation of the fragments that have deletions.
         """
         self._ids = ids
+        self._sizes = sizes
         self._by_id = np.argsort(ids)  # compaction may leave ids that do not ascend
         self._starts = np.cumsum(sizes) - sizes
         touched = counts > 0
@@ -70,6 +71,19 @@ class RowNumbers:
         place = self._by_id[np.searchsorted(self._ids, fragment, sorter=self._by_id)]
         physical = self._starts[place] + offset
         return physical - np.searchsorted(self._deleted, physical)
+
+    def has(self, addresses: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Returns which addresses are those of live rows of the version; same shape."""
+        fragment = (addresses >> np.uint64(32)).astype(np.int64)
+        offset = (addresses & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        found = np.searchsorted(self._ids, fragment, sorter=self._by_id)
+        place = self._by_id[np.minimum(found, len(self._ids) - 1)]
+        there: NDArray[np.bool_] = (self._ids[place] == fragment) & (offset < self._sizes[place])
+        physical = self._starts[place] + offset
+        if len(self._deleted):
+            near = np.minimum(np.searchsorted(self._deleted, physical), len(self._deleted) - 1)
+            there &= self._deleted[near] != physical
+        return there
 
 
 def fingerprint(fragments: Sequence[lance.FragmentMetadata], fields: Sequence[Any]) -> str:

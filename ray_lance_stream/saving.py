@@ -110,7 +110,7 @@ def _standing(shard: ShardCore) -> Standing:
         state = shard.state()
     except StateError as error:
         raise StateError(f"stream {shard.name!r}: {error}") from None
-    return Standing(state.epoch, shard.step, state)
+    return Standing(state.epoch, shard.step, state, shard.is_partial)
 
 
 def _ask(link: TrainLink, standing: Standing | None, report: int | None) -> StreamState | None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ray_lance_stream import collate
-from ray_lance_stream.batches import Batches, BatchOptions, Convert, Delivery, Parts, batches_left, deliveries
-from ray_lance_stream.core import ShardCore
+from ray_lance_stream.batches import (
+    Batches,
+    BatchOptions,
+    Convert,
+    Delivery,
+    Parts,
+    batches_left,
+    deliveries,
+    sifted_deliveries,
+)
+from ray_lance_stream.core import ShardCore, steps_done
 from ray_lance_stream.delivery import prefetch
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader, ReadAhead
+from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import StepPlan
 
 if TYPE_CHECKING:
@@ -171,15 +182,28 @@ class StreamShard(ShardCore):
         return Batches(self, convert, options)
 
     def _run(self, convert: Convert[T], options: BatchOptions) -> Generator[T, None, None]:
-        if self._position.has_moved and self._position.cycle >= self._steps().end_cycle:
+        if self._position.has_moved and (self._position.ended or self._position.cycle >= self._steps().end_cycle):
             self._finish_epoch()  # the loop was left with the epoch's last batch
+        began_at, has_moved = self._position.cycle, self._position.has_moved
+        yield from self._epoch(convert, options)
+        if self._config.sifts and has_moved and self._position.cycle == began_at:
+            # It was left with the last batch all the same: with skipped rows that shows only now.
+            self._finish_epoch()
+            yield from self._epoch(convert, options)
+        self._finish_epoch()
+
+    def _epoch(self, convert: Convert[T], options: BatchOptions) -> Generator[T, None, None]:
         steps, position = self._steps(), self._position
         options.check(steps, self.replica, position, drop_last=self._config.drop_last)  # time has passed
         position.micro_batch_size = options.micro_batch_size
         with self._lock:  # another thread may close the shard
             reader = self._reader = self._reader or self._new_reader(steps, options.prefetch_batches)
         reader.interrupted.clear()
-        made = deliveries(reader, steps, self.replica, position, convert, options.micro_batch_size)
+        cut = (steps, self.replica, position, convert, options.micro_batch_size)
+        if isinstance(reader, SurvivorReader):
+            made = sifted_deliveries(reader, *cut, functools.partial(self._link.agree, self._seat))
+        else:
+            made = deliveries(reader, *cut)
         items = prefetch(made, options.prefetch_batches, reader.interrupted.set)
         try:
             for item in items:
@@ -187,15 +211,26 @@ class StreamShard(ShardCore):
                 yield item.batch
         finally:
             items.close()
-        self._finish_epoch()
 
-    def _new_reader(self, steps: StepPlan, prefetch_batches: int) -> BlockReader:
+    def _new_reader(self, steps: StepPlan, prefetch_batches: int) -> BlockReader | SurvivorReader:
         owned, handle = self.replica.owned_splits(steps.num_splits), self._open_plan()
         budget = self._config.prefetch.max_buffer_bytes // self._seat.world_size
         step_bytes = steps.cycles_per_step * len(owned) * handle.bytes_per_row
         made_ahead = int(prefetch_batches * step_bytes)
         if made_ahead + step_bytes > budget:
             self._warn_of_small_budget(budget, step_bytes, prefetch_batches)
+        read_ahead = ReadAhead(max_bytes=max(1, budget - made_ahead), block_bytes=self._config.prefetch.block_bytes)
+        if self._config.sifts:
+            cycle, positions = self._position.cycle, self._position.positions
+            return SurvivorReader(
+                self._open(),
+                handle,
+                owned,
+                samples=[cycle] * len(owned),
+                positions=[cycle] * len(owned) if positions is None else positions[owned.start : owned.stop],
+                rows_per_split=steps.rows_per_split,
+                read_ahead=read_ahead,
+            )
         return BlockReader(
             self._open(),
             handle,
@@ -203,7 +238,7 @@ class StreamShard(ShardCore):
             start_cycle=self._position.cycle,
             end_cycle=steps.end_cycle,
             cycles_per_step=steps.cycles_per_step,
-            read_ahead=ReadAhead(max_bytes=max(1, budget - made_ahead), block_bytes=self._config.prefetch.block_bytes),
+            read_ahead=read_ahead,
         )
 
     def _warn_of_small_budget(self, budget: int, step_bytes: float, prefetch_batches: int) -> None:
@@ -232,10 +267,12 @@ class StreamShard(ShardCore):
         """Advances the state: the trainer gets this batch now."""
         position = self._position
         if item.micro_index == 0:
-            self._link.announce(self._seat, steps.steps_done(item.end_cycle), position.state_after(item.end_cycle))
+            after = position.state_after(item.end_cycle, item.positions)
+            self._link.announce(self._seat, steps_done(steps, item.end_cycle, ended=item.is_last), after)
         self.loss_scale, self.is_step_end = item.loss_scale, item.is_step_end
         if item.is_step_end:
             position.cycle, position.micro_done = item.end_cycle, 0
+            position.positions, position.ended = item.positions, item.is_last
         else:
             position.micro_done = item.micro_index + 1
         position.has_moved = True

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol
-
-import pyarrow as pa
+from typing import Any, Protocol
 
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -17,8 +15,8 @@ class BlockSource(Protocol):
     def plan(self, spec: PlanSpec) -> PlanHandle:
         """Opens a plan, or finds it open; safe to repeat. Raises what the plan's making raised."""
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
-        """Asks for a block; does not wait. The future raises what the building raised."""
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
+        """Asks for a block: a ``pyarrow.Table``, or a ``sifting.Sifted``. Does not wait; the future may raise."""
 
     def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
         """Returns after how long a failed request should be sent again, or None to give up.

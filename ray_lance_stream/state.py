@@ -7,6 +7,7 @@ plain JSON type. At a step boundary the states of all replicas are equal, so any
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,9 +16,10 @@ from ray_lance_stream.counts import SplitCounts, malformed, read_count
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain, shown
 from ray_lance_stream.plan import OrderSpec, TableIdentity
 
+logger = logging.getLogger("ray_lance_stream")
 STATE_FORMAT: Final = 1
 # What a user may override, field by field. num_splits is not among them: counts of other splits mean nothing.
-OVERRIDABLE_FIELDS: Final = ("filter", "order", "shuffle", "shuffle_clump_size", "shuffle_seed", "table")
+OVERRIDABLE_FIELDS: Final = ("filter", "order", "plan_digest", "shuffle", "shuffle_clump_size", "shuffle_seed", "table")
 
 _SEED, _SPLITS, _EPOCH = "shuffle_seed", "num_splits", "epoch"
 _SAMPLES, _POSITIONS = "samples_consumed_per_split", "positions_consumed_per_split"
@@ -72,6 +74,8 @@ class StreamState:
             "plan_format": order.plan_format,
             "pack_sequences": None,
         }
+        if order.plan_digest is not None:
+            provenance["plan_digest"] = order.plan_digest
         return {
             _FORMAT: STATE_FORMAT,
             _SEED: order.shuffle_seed,
@@ -83,8 +87,13 @@ class StreamState:
         }
 
     @classmethod
-    def from_dict(cls, state: object) -> StreamState:
+    def from_dict(cls, state: object, *, of: Provenance | None = None) -> StreamState:
         """Reads a state dict, checking every value.
+
+        Args:
+            state: What ``state_dict()`` returned, ours or that of ``lancedb.streaming``.
+            of: What a state without provenance is taken to belong to, if its seed and ``num_splits`` do not say
+                otherwise; only a stream with ``order="lancedb"`` can continue one.
 
         Raises:
             StateError: It is not a state, is damaged, or carries no provenance.
@@ -100,14 +109,7 @@ class StreamState:
             )
         version = _get(state, _FORMAT, int) if _FORMAT in state else None
         if version is None and _SAMPLES in state:
-            raise StateError(
-                explain(
-                    "the state does not say what data it belongs to",
-                    found="no provenance, as lancedb.streaming writes it",
-                    expected="a state of ray_lance_stream",
-                    remedy="start from the beginning; its order differs from LanceDB's own",
-                )
-            )
+            return cls._from_foreign(state, of)
         if version != STATE_FORMAT:
             raise StateError(
                 explain(
@@ -117,7 +119,34 @@ class StreamState:
                     remedy="use the version of ray_lance_stream that wrote it",
                 )
             )
-        provenance = _read_provenance(state)
+        return cls._read_counts(state, _read_provenance(state))
+
+    @classmethod
+    def _from_foreign(cls, state: Mapping[str, Any], of: Provenance | None) -> StreamState:
+        if of is None or of.order.order != "lancedb":
+            raise StateError(
+                explain(
+                    "the state does not say what data it belongs to",
+                    found="no provenance, as lancedb.streaming writes it",
+                    expected="a state of ray_lance_stream" if of is None else "a stream with order='lancedb'",
+                    remedy="pass order='lancedb' to continue it; other orders cannot",
+                )
+            )
+        try:
+            order = dataclasses.replace(
+                of.order, num_splits=_get(state, _SPLITS, int), shuffle_seed=_get(state, _SEED, int)
+            )
+        except ConfigError as error:
+            raise StateError(f"the state is damaged: {error}") from error
+        logger.warning(
+            "continuing a state without provenance, of lancedb.streaming: num_splits, seed and epoch are checked; that "
+            "table version %d, filter %r, shuffle=%s and shuffle_clump_size=%d are those it was taken with is not",
+            *(of.table.version, order.filter, order.shuffle, order.shuffle_clump_size),
+        )
+        return cls._read_counts({_POSITIONS: state[_SAMPLES], **state}, dataclasses.replace(of, order=order))
+
+    @classmethod
+    def _read_counts(cls, state: Mapping[str, Any], provenance: Provenance) -> StreamState:
         num_splits = provenance.order.num_splits
         samples = SplitCounts.from_json(_SAMPLES, state.get(_SAMPLES), num_splits)
         positions = SplitCounts.from_json(_POSITIONS, state.get(_POSITIONS), num_splits)
@@ -253,6 +282,7 @@ def _read_provenance(state: Mapping[str, Any]) -> Provenance:
             filter=filter_text,
             order=_get(saved, "order", str),
             plan_format=_get(saved, "plan_format", int),
+            plan_digest=None if saved.get("plan_digest") is None else _get(saved, "plan_digest", str),
         )
     except ConfigError as error:
         raise StateError(f"the state is damaged: {error}") from error

@@ -17,6 +17,7 @@ class ShardStats:
         train_s: Seconds between two ``next()``, the trainer's own work.
         buffered_bytes: Bytes of blocks held or asked for right now. At the budget: the pool keeps up.
         retries: Requests sent again after a prefetcher, a node or an object was lost.
+        rows_skipped: Rows left out because the transform failed on them; of blocks that have arrived.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class ShardStats:
     train_s: float
     buffered_bytes: int
     retries: int
+    rows_skipped: int = 0
 
     @property
     def wait_share(self) -> float:

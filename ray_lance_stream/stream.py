@@ -14,14 +14,17 @@ import numpy as np
 import pyarrow as pa
 from ray import cloudpickle
 
-from ray_lance_stream.checkpoint import Streams, locate, read_streams
+from ray_lance_stream.agreement import agreement_of
+from ray_lance_stream.checkpoint import resume_states
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
-from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain
-from ray_lance_stream.plan import OrderSpec, SplitLayout, require_int
+from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.plan import SplitLayout, require_int
 from ray_lance_stream.shard import StreamShard
-from ray_lance_stream.state import StreamState
+from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
+from ray_lance_stream.state import Provenance
 from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Replica, Seat, StepPlan
+from ray_lance_stream.userplan import order_spec, read_plan
 
 if TYPE_CHECKING:
     from ray_lance_stream.block import BlockRecipe
@@ -52,7 +55,13 @@ class LanceStream:
             record batch or table, a dict of arrays or tensors, or a list of rows. A class is built once
             per prefetcher.
         drop_last: Leave out the epoch's last step if it is short.
-        order: The plan's algorithm.
+        order: "feistel", the default; or "lancedb", the order of ``lancedb.streaming``, whose states can be continued
+            with it (``resume_from``).
+        plan: Rows in splits of your own, the same in every epoch: an Arrow or LanceDB table of ``row_id`` and
+            ``split_id``; see :class:`~ray_lance_stream.rowlists.UserPlan`.
+        on_transform_error: "raise"; "skip" leaves rows out on which the transform fails, and "warn" says so; a function
+            of the exception returns whether to; a ``ReplaceRow`` puts another one in their place. All replicas end an
+            epoch at the same step whatever is skipped where.
         version: Pin this table version; by default the latest now, or the one a resumed state names.
         storage_options: As for ``lancedb.connect``; never shown or stored in checkpoints.
         connection_factory: Instead of ``uri``: called with the table's name in every process that reads,
@@ -89,7 +98,9 @@ class LanceStream:
         columns: Sequence[str] | None = None,
         transform: Callable[..., Any] | None = None,
         drop_last: bool = False,
-        order: str = "feistel",
+        order: str | None = None,
+        plan: Any = None,
+        on_transform_error: OnTransformError = "raise",
         version: int | None = None,
         storage_options: Mapping[str, str] | None = None,
         connection_factory: Callable[[str], Any] | None = None,
@@ -99,14 +110,17 @@ class LanceStream:
         allow_changes: Sequence[str] = (),
     ) -> None:
         seed = secrets.randbits(63) if shuffle_seed is None else shuffle_seed
-        spec = OrderSpec(
+        user_plan = read_plan(plan)
+        spec = order_spec(
+            order=order or ("feistel" if user_plan is None else "plan"),
+            plan=user_plan,
             num_splits=num_splits,
             shuffle=shuffle,
             shuffle_seed=seed,
-            shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
+            shuffle_clump_size=shuffle_clump_size,
             filter=filter,
-            order=order,
         )
+        policy = ErrorPolicy(on_transform_error)
         StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # checks both
         if not isinstance(drop_last, bool) or not isinstance(prefetch, (PrefetchConfig, type(None))):
             raise ConfigError(
@@ -129,12 +143,18 @@ class LanceStream:
             storage_options=storage_options,
             connection_factory=connection_factory,
         )
-        opened = ref.open(version)
-        recipe = BlockRecipe(table=ref.located(opened), columns=_column_names(columns), transform=_transform(transform))
+        opened = ref.open(user_plan.base_version if version is None and user_plan is not None else version)
+        recipe = BlockRecipe(
+            table=ref.located(opened),
+            columns=_column_names(columns),
+            transform=_transform(transform),
+            policy=None if policy.raises or transform is None else policy,
+            plan=user_plan,
+        )
         opened.take(np.empty(0, np.int64), recipe.columns)  # an unknown column fails here
         if filter is not None:
             opened.check_filter(filter)
-        elif resume_from is None:  # a state may name an older version that has rows
+        elif resume_from is None and user_plan is None:  # a state may name an older version that has rows
             layout = SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
             StepPlan(
                 num_splits=num_splits,
@@ -151,9 +171,12 @@ class LanceStream:
             seed_given=shuffle_seed is not None,
             pinned_version=version,
             prefetch=prefetch if prefetch is not None else PrefetchConfig(),
-            resume_states=_resume_states(resume_from, on_missing_state),
+            resume_states=resume_states(
+                resume_from, on_missing_state, of=Provenance(table=opened.identity, order=spec)
+            ),
             on_missing_state=on_missing_state,
             allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
+            sifts=recipe.policy is not None,
         )
         self._recipe = _pickled(recipe)
         self._table_text = str(ref)
@@ -186,7 +209,7 @@ class LanceStream:
         # A session belongs to the process that started it; whoever gets a copy of the recipe starts its own.
         return self.__dict__ | {"_run_stream": None}
 
-    def open(self, *, rank: int = 0, world_size: int = 1, name: str = "train") -> StreamShard:
+    def open(self, *, rank: int = 0, world_size: int = 1, name: str = "train", coordinator: Any = None) -> StreamShard:
         """Opens one replica's shard outside Ray Train.
 
         With prefetchers if this process is connected to Ray, else in this process. Close the shard, or use
@@ -196,6 +219,8 @@ class LanceStream:
             rank: This replica's index in the data-parallel group.
             world_size: Number of replicas, 1 to ``num_splits``.
             name: The stream's name, under which ``resume_from`` is searched.
+            coordinator: A ``torch.distributed`` process group, or "world": how several replicas end an epoch at the
+                same step where rows may be skipped (``on_transform_error``). Without it each ends with its own splits.
 
         Raises:
             ConfigError: More replicas than splits, a rank out of range.
@@ -206,10 +231,11 @@ class LanceStream:
         )
         import ray
 
+        agreement = agreement_of(coordinator)
         if not ray.is_initialized():
             from ray_lance_stream.local import LocalLink
 
-            return StreamShard(self._config, seat, LocalLink(self.recipe))
+            return StreamShard(self._config, seat, LocalLink(self.recipe, agreement=agreement))
         from ray_lance_stream.cluster.parcel import Parcel
         from ray_lance_stream.cluster.session import RayLink, start_session
 
@@ -220,7 +246,7 @@ class LanceStream:
         except BaseException:
             session.kill()
             raise
-        link = RayLink(session, owned=True)
+        link = RayLink(session, owned=True, agreement=agreement)
         link.hold()
         return StreamShard(self._config, dataclasses.replace(seat, incarnation=incarnation), link)
 
@@ -289,48 +315,3 @@ def _pickled(recipe: BlockRecipe) -> bytes:
             )
         ) from error
     return data
-
-
-def _resume_states(resume_from: object, on_missing_state: str) -> Streams | None:
-    """Reads ``resume_from`` on the driver, so that a bad one fails here and workers need no access to it."""
-    if resume_from is None:
-        return None
-    if isinstance(resume_from, Mapping):
-        return _AnyName({"": StreamState.from_dict(resume_from)})
-    if isinstance(resume_from, (str, Path)):
-        filesystem, path = locate(resume_from)
-    elif hasattr(resume_from, "filesystem") and hasattr(resume_from, "path"):
-        filesystem, path = resume_from.filesystem, str(resume_from.path)
-    else:
-        raise StateError(
-            explain(
-                "resume_from is not a state",
-                found=f"an object of type {type(resume_from).__name__}",
-                expected="a checkpoint's path or URI, a ray.train.Checkpoint, or a state dict",
-                remedy="pass one of these",
-            )
-        )
-    states = read_streams(filesystem, path)
-    if states is None:
-        if on_missing_state == "restart":
-            logger.warning("%s holds no stream state; starting from the beginning", path)
-            return None
-        raise MissingStateError(
-            explain(
-                f"there is no stream state in {path}",
-                found="no lance_stream.json",
-                expected="a checkpoint written by ray_lance_stream.report() or with save_state()",
-                remedy="pass such a checkpoint, or on_missing_state='restart'",
-            )
-        )
-    return states
-
-
-class _AnyName(dict[str, StreamState]):
-    """A single state that fits a stream of any name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __getitem__(self, name: str) -> StreamState:
-        return super().__getitem__("")

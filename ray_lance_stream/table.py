@@ -87,6 +87,18 @@ class PinnedTable:
             except ValueError as error:
                 raise self._bad_filter(filter, error) from self._ref.shown(error)
 
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """Raises ConfigError if a column does not exist."""
+        self._known(columns)
+
+    def count_rows(self, filter: str) -> int:
+        """Returns how many rows satisfy a SQL condition; raises as :meth:`matching_rows`."""
+        with self._reading():
+            try:
+                return int(self._dataset.count_rows(filter=filter))
+            except ValueError as error:
+                raise self._bad_filter(filter, error) from self._ref.shown(error)
+
     def matching_rows(self, filter: str) -> NDArray[np.int64]:
         """Returns the row numbers of the rows that satisfy a SQL condition, ascending; maybe none.
 
@@ -105,6 +117,37 @@ class PinnedTable:
                 raise self._bad_filter(filter, error) from self._ref.shown(error)
         rows = np.concatenate(found)
         return rows if _ascending(rows) else np.sort(rows)  # an index may answer in an order of its own
+
+    def numbers_of(self, row_ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Returns the row numbers of row ids (``_rowid``); int64, same shape.
+
+        Raises:
+            ConfigError: An id is not that of a row of this version.
+        """
+        with self._reading():
+            if self._dataset.has_stable_row_ids:
+                known = self._scanner(columns=[], with_row_id=True).to_table().column("_rowid").to_numpy()
+                order = np.argsort(known)
+                place = np.minimum(np.searchsorted(known, row_ids, sorter=order), max(0, len(known) - 1))
+                numbers = order[place]
+                there = known[numbers] == row_ids
+            else:
+                there = self._row_numbers().has(row_ids)
+                numbers = self._row_numbers().from_addresses(np.where(there, row_ids, self._first_address()))
+        if not there.all():
+            missing = row_ids[~there]
+            raise ConfigError(
+                explain(
+                    f"the plan names rows that are not in {self!r}",
+                    found=f"{len(missing)} of {len(row_ids)} row ids, e.g. {missing[0]}",
+                    expected="ids of its live rows",
+                    remedy="pin the version the plan was made for with version=, or make the plan anew",
+                )
+            )
+        return numbers
+
+    def _first_address(self) -> np.uint64:
+        return np.uint64(self._row_numbers().to_addresses(np.zeros(1, np.int64))[0])
 
     def _bad_filter(self, filter: str, error: Exception) -> ConfigError:
         return ConfigError(

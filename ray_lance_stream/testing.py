@@ -296,4 +296,5 @@ def _difference(found: Any, expected: Any) -> str | None:
 def _transformed(transform: Transform, table: pa.Table, rows: list[int], seed: int) -> pa.Table:
     places = np.array(rows, dtype=np.int64)
     context = TransformContext(epoch=0, row_numbers=places, splits=0 * places, positions=places, seed=seed)
-    return transform(table.take(places).combine_chunks().to_batches()[0], context)
+    result: pa.Table = transform(table.take(places).combine_chunks().to_batches()[0], context)
+    return result

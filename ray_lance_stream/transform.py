@@ -101,9 +101,31 @@ class TransformContext:
 
     def slice(self, start: int, length: int = 1) -> TransformContext:
         """Returns the context of rows ``start .. start + length - 1`` alone."""
-        part = np.s_[start : start + length]
-        rows = {"row_numbers": self.row_numbers[part], "splits": self.splits[part]}
-        return TransformContext(epoch=self.epoch, seed=self.seed, positions=self.positions[part], **rows)
+        return self._part(np.s_[start : start + length])
+
+    def take(self, rows: NDArray[np.int64]) -> TransformContext:
+        """Returns the context of some rows, in the order given."""
+        return self._part(rows)
+
+    def _part(self, part: Any) -> TransformContext:
+        return TransformContext(
+            epoch=self.epoch,
+            seed=self.seed,
+            row_numbers=self.row_numbers[part],
+            splits=self.splits[part],
+            positions=self.positions[part],
+        )
+
+
+class UserError(TransformError):
+    """The user's transform raised: ``user_error``, as it was."""
+
+    def __init__(self, message: str, user_error: Exception) -> None:
+        super().__init__(message, user_error)
+        self.user_error = user_error
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Transform:
@@ -128,7 +150,7 @@ class Transform:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock: Any = threading.Lock()
         self._instance: Callable[..., Any] | None = None if self._is_class else self._fn
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,26 +202,32 @@ class Transform:
             remedy = "open files, locks and connections inside a callable class, which every process builds"
             raise ConfigError(explain(what, found=_text(exc), expected=expected, remedy=remedy)) from exc
 
-    def __call__(self, batch: pa.RecordBatch, ctx: TransformContext) -> pa.Table:
+    def __call__(self, batch: pa.RecordBatch, ctx: TransformContext) -> Any:
         """Runs the transform on a batch and returns its output as a table with as many rows.
 
         Raises:
-            TransformError: The user's code raised (chained), or its output cannot become a block.
+            UserError: The user's code raised; a TransformError with the exception chained.
+            TransformError: Its output cannot become a block.
         """
         # The output is converted under the lock as well: a lazy one runs the user's code while it is read.
         with self._lock:
             try:
-                return columns.to_table(self._call(batch, ctx), batch.num_rows)
+                return self._converted(self._call(batch, ctx), batch.num_rows)
+            except RowCountError:
+                raise
             except columns.OutputError as exc:
                 raise TransformError(f"Output of transform {self.name}: {exc}") from exc.__cause__
             except Exception as exc:
                 raise self._failed(exc, batch.num_rows) from exc
 
-    def _failed(self, exc: Exception, rows: int) -> TransformError:
+    def _converted(self, output: Any, rows: int) -> Any:
+        return columns.to_table(output, rows)
+
+    def _failed(self, exc: Exception, rows: int) -> UserError:
         expected = f"an output for the {rows} rows of the batch"
         remedy = "correct the transform, or choose with on_transform_error which rows may be left out"
         what = f"Transform {self.name} failed"
-        return TransformError(explain(what, found=_text(exc), expected=expected, remedy=remedy))
+        return UserError(explain(what, found=_text(exc), expected=expected, remedy=remedy), exc)
 
     def _call(self, batch: pa.RecordBatch, ctx: TransformContext) -> Any:
         if self._instance is None:
@@ -207,6 +235,51 @@ class Transform:
         if self._context == "":
             return self._instance(batch, ctx)
         return self._instance(batch, **({self._context: ctx} if self._context else {}))
+
+
+class RowCountError(TransformError, ValueError):
+    """A transform did not return one row for each it was given."""
+
+
+class RowTransform(Transform):
+    """A transform whose output is one Python object for each row, whatever it is.
+
+    Args:
+        fn: As for :class:`Transform`; returns an iterable.
+        parallelism: How many threads of a process may be inside it at a time; more than one for functions only.
+        batch_size: Most rows it is given at a time.
+    """
+
+    def __init__(self, fn: Callable[..., Any], parallelism: int = 1, batch_size: int = 64) -> None:
+        self._parallelism = parallelism
+        self._batch_size = batch_size
+        super().__init__(fn)
+
+    def __call__(self, batch: pa.RecordBatch, ctx: TransformContext) -> list[Any]:
+        """Runs the transform on a batch, a few rows at a time, and returns its objects."""
+        rows: list[Any] = []
+        for start in range(0, batch.num_rows, self._batch_size):
+            part = batch.slice(start, self._batch_size)
+            rows += super().__call__(part, ctx.slice(start, part.num_rows))
+        return rows
+
+    def _reset(self) -> None:
+        super()._reset()
+        if not self._is_class:
+            self._lock = threading.Semaphore(self._parallelism)
+
+    def _converted(self, output: Any, rows: int) -> list[Any]:
+        objects = list(output)
+        if len(objects) != rows:
+            raise RowCountError(
+                explain(
+                    f"transform returned {len(objects)} rows for a batch of {rows}",
+                    found=f"{len(objects)} objects from {self.name}",
+                    expected="exactly one output row for each input row",
+                    remedy="return one, or leave rows out with filter or on_transform_error",
+                )
+            )
+        return objects
 
 
 def _context_style(signature: inspect.Signature, bound: Mapping[str, Any]) -> str | None:

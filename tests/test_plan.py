@@ -174,9 +174,9 @@ def test_memory_does_not_grow_with_the_table() -> None:
 
 def test_matching_rows_and_filter_go_together() -> None:
     rows = np.arange(10)
-    with pytest.raises(ValueError, match="together"):
+    with pytest.raises(ValueError, match="goes with"):
         Plan(spec_of(), 10, rows)
-    with pytest.raises(ValueError, match="together"):
+    with pytest.raises(ValueError, match="goes with"):
         Plan(spec_of(filter="x"), 10)
     with pytest.raises(ValueError, match="10 rows"):
         Plan(spec_of(filter="x"), 11, rows)
@@ -186,7 +186,7 @@ def test_matching_rows_and_filter_go_together() -> None:
 
 
 def test_plan_id_differs_when_any_field_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_lance_stream.plan.ORDERS", ("feistel", "other"))
+    monkeypatch.setattr("ray_lance_stream.plan.ORDERS", ("feistel", "plan", "other"))
     base = spec_of(4, shuffle_seed=1)
     order_changes: dict[str, Any] = {
         "num_splits": 5,
@@ -204,9 +204,10 @@ def test_plan_id_differs_when_any_field_differs(monkeypatch: pytest.MonkeyPatch)
         spec_of(4, shuffle_seed=1, filter=""),
         spec_of(4, shuffle_seed=1, filter="None"),
     ]
+    others += [spec_of(4, shuffle_seed=1, order="plan", plan_digest=digest) for digest in ("a", "b")]
     monkeypatch.setattr("ray_lance_stream.plan.PLAN_FORMAT", 2)
     others.append(spec_of(4, shuffle_seed=1, plan_format=2))
-    covered = {*order_changes, "plan_format"}
+    covered = {*order_changes, "plan_format", "plan_digest"}
     assert covered == {field.name for field in dataclasses.fields(OrderSpec)}, "a field this test does not know"
     ids = [base.plan_id, *(other.plan_id for other in others)]
     assert len(set(ids)) == len(ids)

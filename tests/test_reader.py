@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import reader as reader_module
+from ray_lance_stream import flight as flight_module
 from ray_lance_stream.errors import BlockError, StreamClosedError, TransformError
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.reader import BlockReader, ReadAhead
@@ -279,7 +279,7 @@ def test_the_time_of_failing_counts_from_the_first_failure_until_it_is_final() -
 
 
 def test_a_long_wait_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(reader_module, "_SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(flight_module, "_SAY_EVERY_S", 0.1)
     source = Source()
     source.held_back = True
     reader = make_reader(source, splits=range(1, 3), block_bytes=1000)

@@ -176,13 +176,17 @@ CHANGES: dict[str, Any] = {
     "num_splits": 8,
     "order": "other",
     "plan_format": 2,
+    "plan_digest": "b",
 }
 
 
 def changed(field: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Provenance, OrderSpec]:
     """Returns what a state belongs to, and the order of a stream that differs in one field."""
     saved = provenance_of()
-    monkeypatch.setattr("ray_lance_stream.plan.ORDERS", ("feistel", "other"))
+    monkeypatch.setattr("ray_lance_stream.plan.ORDERS", ("feistel", "plan", "other"))
+    if field == "plan_digest":
+        planned = dataclasses.replace(saved.order, order="plan", plan_digest="a")
+        return dataclasses.replace(saved, order=planned), dataclasses.replace(planned, plan_digest="b")
     if field == "plan_format":
         monkeypatch.setattr("ray_lance_stream.plan.PLAN_FORMAT", 2)
         return saved, dataclasses.replace(saved.order, plan_format=2)

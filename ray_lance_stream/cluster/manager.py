@@ -30,6 +30,7 @@ class Standing:
     epoch: int
     step: int
     state: StreamState
+    partial: bool = False  # exact for the splits of this worker's replica only: rows may be skipped
 
     @property
     def at(self) -> tuple[int, int]:
@@ -60,6 +61,7 @@ class StateManager:
         self._history: dict[int, deque[Standing]] = {}
         self._rounds: dict[int, _Round] = {}
         self._changed = asyncio.Condition()
+        self._servable: dict[tuple[int, int], dict[int, int]] = {}
 
     def __repr__(self) -> str:
         return f"StateManager({self._session_id})"
@@ -79,6 +81,8 @@ class StateManager:
     async def begin(self, incarnation: int) -> None:
         """Starts a new incarnation: states of older ones are refused from now on."""
         self._admit(incarnation)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def push(self, seat: Seat, standing: Standing) -> None:
         """Notes where a worker will stand after the step it is about to be handed."""
@@ -129,6 +133,39 @@ class StateManager:
             raise LockstepError(current.error)
         return current.merged
 
+    async def remember(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
+        """Notes what a replica has said in :meth:`agree`; sent now and then, should the manager be restarted."""
+        if self._admit(seat.incarnation):
+            await self._note_said(seat, said)
+
+    async def _note_said(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
+        for place, servable in said.items():
+            self._servable.setdefault(place, {})[seat.replica.dp_rank] = servable
+        for old in sorted(self._servable)[:-_HISTORY]:
+            del self._servable[old]
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def agree(self, seat: Seat, said: dict[tuple[int, int], int], at: tuple[int, int]) -> int:
+        """Waits until every replica has said up to which cycle it can serve, and returns the least.
+
+        Args:
+            seat: Who asks.
+            said: By (epoch, cycle) where it stood: what it said, now and the last few times. A manager that has
+                been restarted learns so what others are still waiting for.
+            at: Which of them is to be answered.
+
+        Raises:
+            StaleIncarnationError: The worker belongs to a group that has been replaced.
+        """
+        self._require(seat)
+        await self._note_said(seat, said)
+        async with self._changed:
+            while len(found := self._servable.get(at, {})) < seat.replica.dp_size:
+                await self._changed.wait()
+                self._require(seat)
+        return min(found.values())
+
     async def collect(self, seat: Seat, standing: Standing, timeout_s: float) -> StreamState:
         """Returns the merged state of all workers after one step, from what they announced.
 
@@ -153,6 +190,7 @@ class StateManager:
                 f"{timeout_s:.0f} s. Found: {self._describe(seat.world_size)}. Expected: all at the same step. "
                 "Remedy: save on every rank after the same step."
             )
+        self._require_whole(found)
         if len(found) < seat.world_size:
             # Those never heard of announced themselves to a manager that has died; this state is complete.
             logger.warning(
@@ -170,6 +208,7 @@ class StateManager:
             self._incarnation = incarnation
             self._seats.clear()
             self._history.clear()
+            self._servable.clear()
             for current in self._rounds.values():
                 current.replaced = True
                 current.done.set()
@@ -200,10 +239,24 @@ class StateManager:
         elif places:
             announced = {rank: s for rank, s in self._at(places.pop()).items() if rank not in current.arrived}
             try:
+                self._require_whole(standings | announced)
                 current.merged = merge_states([s.state for s in (standings | announced).values()])
+            except LockstepError as error:
+                current.error = str(error)
             except ValueError as error:
                 current.error = f"the workers' states do not fit together: {error}"
         current.done.set()
+
+    def _require_whole(self, standings: dict[int, Standing]) -> None:
+        """Raises LockstepError if the states of a stream that skips rows are not those of all replicas."""
+        seats = [self._seats[rank] for rank in standings if rank in self._seats]
+        missing = set(range(max((seat.replica.dp_size for seat in seats), default=0)))
+        missing -= {seat.replica.dp_rank for seat in seats}
+        if missing and any(standing.partial for standing in standings.values()):
+            raise LockstepError(
+                f"the state of a stream that skips rows needs every replica's. Found: none of {sorted(missing)}. "
+                "Expected: what each of them was handed last. Remedy: resume from the last checkpoint."
+            )
 
     def _compare_late(self, current: _Round, seat: Seat, standing: Standing) -> None:
         earlier = {rank: s for rank, s in sorted(current.arrived.items()) if s is not None and rank != seat.world_rank}

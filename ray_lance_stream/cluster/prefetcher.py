@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow as pa
 import ray
 
 from ray_lance_stream.cluster.parcel import Parcel
@@ -67,8 +66,8 @@ class Prefetcher:
             return self._builder.open_plan(spec)
 
     @ray.method(concurrency_group="build")
-    def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int) -> pa.Table:
-        """Returns a block.
+    def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int) -> Any:
+        """Returns a block: a table, or a ``sifting.Sifted``.
 
         Raises:
             StaleIncarnationError: A newer incarnation has been announced, or has asked for a block.

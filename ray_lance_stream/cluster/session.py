@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.cluster.coordinator import Coordinator
 from ray_lance_stream.cluster.manager import Standing, StateManager
 from ray_lance_stream.cluster.parcel import Parcel
@@ -29,6 +30,8 @@ from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
 NAMESPACE: Final = "ray_lance_stream"
+_POLL_S: Final = 0.5  # how soon a wait for other replicas notices that nobody wants its answer any more
+_SAID_KEPT: Final = 4
 _MANY_CALLS: Final = 100_000  # concurrent calls an async actor takes: every rank may wait in one
 
 
@@ -145,23 +148,41 @@ def _actors_of(stream_id: str, suffix: str) -> list[Any]:
     return found
 
 
+@dataclass
+class _Said:
+    """What this replica said lately in agreements."""
+
+    seat: Seat | None = None
+    cycles: dict[tuple[int, int], int] = field(default_factory=dict)  # by (epoch, cycle): up to which it can serve
+
+    def add(self, seat: Seat, place: tuple[int, int], servable: int) -> dict[tuple[int, int], int]:
+        """Notes what is being said; returns it with what was said before."""
+        self.seat = seat
+        self.cycles = dict([*self.cycles.items(), (place, servable)][-_SAID_KEPT:])
+        return self.cycles
+
+
 class RayLink:
     """Connects a shard to a session's actors; see ``link.Link``.
 
     Args:
         session: The actors.
         owned: Whether they belong to this shard alone and end with it.
+        agreement: How replicas find the common end of an epoch; by default through the session's manager.
     """
 
-    def __init__(self, session: Session, *, owned: bool) -> None:
+    def __init__(self, session: Session, *, owned: bool, agreement: Agreement | None = None) -> None:
         self.session = session
         self._owned = owned
         self._stop = threading.Event()
         self._holder = uuid.uuid4().hex
+        self._said = _Said()
+        self._partial = False
+        self._agreement = agreement
 
     def hold(self) -> None:
         """Takes a lease and renews it until the link is closed or dropped: from now on the actors are needed."""
-        _keep_alive(self.session, self._holder, self._stop)
+        _keep_alive(self.session, self._holder, self._stop, self._said)
         weakref.finalize(self, self._stop.set)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -175,6 +196,7 @@ class RayLink:
         """See ``Link``."""
         if not self.session.is_alive(config.prefetch.placement_timeout_s):
             raise StreamClosedError("the stream's actors have ended; open the stream again")
+        self._partial = config.sifts and seat.replica.dp_size > 1
         return RaySource(self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s)
 
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
@@ -188,7 +210,23 @@ class RayLink:
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """See ``Link``; sent and not waited for."""
         push = self.session.manager.push.options(max_task_retries=0)  # one that is lost is followed by others
-        push.remote(seat, Standing(state.epoch, step, state))
+        push.remote(seat, Standing(state.epoch, step, state, self._partial))
+
+    def agree(self, seat: Seat, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
+        """See ``Link``; asks the state manager, which waits until all replicas have said it."""
+        if not seat.shared or seat.replica.dp_size == 1:
+            return servable
+        if self._agreement is not None:
+            return self._agreement.least(epoch, cycle, servable, stop)
+        if self._owned:
+            return servable  # a session of its own: the other replicas are not in it
+        said = self._said.add(seat, (epoch, cycle), servable)
+        ref = self.session.manager.agree.remote(seat, said, (epoch, cycle))
+        while not ray.wait([ref], timeout=_POLL_S)[0]:
+            if stop.is_set():
+                raise StreamClosedError("this iteration of the shard has ended")
+        answer: int = _answer(ref)
+        return answer
 
     def close(self) -> None:
         """See ``Link``."""
@@ -217,7 +255,7 @@ def _rebuild_link(session: Session, owned: bool) -> RayLink:
     return link
 
 
-def _keep_alive(session: Session, holder: str, stop: threading.Event) -> None:
+def _keep_alive(session: Session, holder: str, stop: threading.Event, said: _Said) -> None:
     """Renews the leases until ``stop`` is set, on a thread that refers to nothing else of the shard."""
 
     def renew() -> None:
@@ -225,6 +263,8 @@ def _keep_alive(session: Session, holder: str, stop: threading.Event) -> None:
         while not stop.is_set() and ray.is_initialized():
             try:
                 session.renew(holder)
+                if said.seat is not None:
+                    session.manager.remember.options(max_task_retries=0).remote(said.seat, said.cycles)
             except Exception:  # whatever it is, the next renewal may work, and without any the stream ends
                 if not failed:
                     logger.warning("could not renew the stream's lease; trying again", exc_info=True)

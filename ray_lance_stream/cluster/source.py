@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import pyarrow as pa
 import ray
 from ray.exceptions import ActorDiedError, ObjectLostError, RayError, RayTaskError, TaskCancelledError
 
@@ -69,7 +68,7 @@ class RaySource:
         """See ``BlockSource``. Waits for the coordinator."""
         return self._ensure(spec)
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
         """See ``BlockSource``."""
         now = time.monotonic()
         self._refresh_now_and_then(now)
@@ -80,7 +79,7 @@ class RaySource:
         ref = member.actor.build.remote(handle, ranges, self._incarnation)
         with self._lock:
             member.waiting.add(ref)
-        answer: Future[pa.Table] = Future()
+        answer: Future[Any] = Future()
         ref.future().add_done_callback(lambda done: self._settle(member, ref, handle, done, answer))
         answer.add_done_callback(lambda done: self._abandon(ref) if done.cancelled() else None)
         return answer
@@ -113,7 +112,7 @@ class RaySource:
         ref: ray.ObjectRef[Any],
         handle: PlanHandle,
         done: Future[Any],
-        answer: Future[pa.Table],
+        answer: Future[Any],
     ) -> None:
         error = done.exception()
         with self._lock:

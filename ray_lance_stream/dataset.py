@@ -1,0 +1,373 @@
+"""``StreamingDataset``: the class of ``lancedb.streaming``, with its parameters, its order and its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ray_lance_stream.agreement import agreement_of
+from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig
+from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.location import TableRef
+from ray_lance_stream.plan import SplitLayout, require_int
+from ray_lance_stream.rowcursor import RowCursor
+from ray_lance_stream.rowsource import RowSource
+from ray_lance_stream.rowstream import RowStream
+from ray_lance_stream.sifting import ErrorPolicy, OnTransformError, SkippedRow
+from ray_lance_stream.state import StreamState, merge_state_dicts
+from ray_lance_stream.topology import Replica
+from ray_lance_stream.transform import RowTransform, UserError
+from ray_lance_stream.userplan import order_spec, read_plan
+
+logger = logging.getLogger("ray_lance_stream")
+_told: set[str] = set()  # knobs without use that this process has been told of
+
+
+class StreamingDataset(IterableDataset[Any]):
+    """Rows of a LanceDB table in one order for any number of ranks, resumable after any row.
+
+    The parameters of ``lancedb.streaming.StreamingDataset`` 0.40, in its order, and with ``order="lancedb"`` (the
+    default) in exactly its row order: programs and checkpoints go over by their import line, and back. Rows are read
+    in blocks, by threads of this process or by Ray actors (see ``StreamingDataLoader``).
+
+    Iterating yields the rest of the epoch; after its end the next one follows, and after a ``break`` the next row.
+
+    Args:
+        table: The open table. The version it stands at now is read, whatever is written later.
+        num_splits: Splits, S; ``world_size`` by default. Fixed for the life of a run.
+        shuffle: Shuffle rows over the whole table.
+        shuffle_seed: Seed of the order; None draws one, on a single rank only.
+        epoch: The epoch to begin with. With 0, the default, a loaded state brings its own.
+        rank: This process among the data-parallel ones.
+        world_size: Their number, 1 to ``num_splits``; it need not divide it.
+        read_batch_size: Most rows of a call of ``transform``. (Reads are in blocks, sized in bytes.)
+        io_queue_depth: Accepted; has no use here, see ``max_buffer_bytes``.
+        columns: Columns to read; all by default.
+        shuffle_clump_size: Neighbouring rows shuffled as one.
+        filter: SQL condition; only rows that satisfy it exist for the dataset.
+        transform: ``transform(batch)`` with a ``pyarrow.RecordBatch``, or ``transform(batch, ctx)``; returns one
+            object for each row. Rows are dicts without one.
+        transform_parallelism: Threads that may be inside ``transform`` at a time.
+        on_transform_error: "raise", "skip", "warn", a function of the exception that returns whether to skip, or a
+            ``ReplaceRow``. See :attr:`skipped`.
+        transform_queue_depth: Accepted; has no use here, see ``max_buffer_bytes``.
+        connection_factory: Called with the table's name, returns the open table: how other processes open it.
+        worker_info_override: An object with ``id`` and ``num_workers`` instead of torch's worker info.
+        prefetch_batches: Accepted; an old name of ``io_queue_depth``.
+        order: "lancedb", or "feistel": ours, which starts at once whatever the size of the table.
+        plan: Rows in splits of your own: an Arrow or LanceDB table of ``row_id`` and ``split_id``.
+        coordinator: A ``torch.distributed`` process group, or "world": all ranks end an epoch at the same cycle
+            whatever is skipped where. Without it each ends with its own splits.
+        max_buffer_bytes: Most bytes of blocks held or asked for.
+        prefetch: Where prefetchers run, if there are any; see ``StreamingDataLoader``.
+
+    Raises:
+        ConfigError: An argument cannot work; a ``ValueError``.
+
+    Example:
+        >>> dataset = StreamingDataset(table, num_splits=4, shuffle_seed=42)
+        >>> for row in dataset:
+        ...     print(row["id"], dataset.state_dict()["samples_consumed_per_split"])
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        *,
+        num_splits: int | None = None,
+        shuffle: bool = True,
+        shuffle_seed: int | None = 0,
+        epoch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        read_batch_size: int = 64,
+        io_queue_depth: int = 4,
+        columns: Sequence[str] | None = None,
+        shuffle_clump_size: int | None = None,
+        filter: str | None = None,
+        transform: Callable[..., Any] | None = None,
+        transform_parallelism: int | None = None,
+        on_transform_error: OnTransformError = "raise",
+        transform_queue_depth: int | None = None,
+        connection_factory: Callable[[str], Any] | None = None,
+        worker_info_override: Any = None,
+        prefetch_batches: int | None = None,
+        order: str | None = None,
+        plan: Any = None,
+        coordinator: Any = None,
+        max_buffer_bytes: int = 256 * MIB,
+        prefetch: PrefetchConfig | None = None,
+    ) -> None:
+        super().__init__()
+        require_int("world_size", world_size, minimum=1, remedy="pass the number of ranks")
+        require_int("epoch", epoch, minimum=0, remedy="count epochs from 0")
+        require_int("read_batch_size", read_batch_size, minimum=1, remedy="pass 64")
+        threads = (os.cpu_count() or 1) if transform_parallelism is None else transform_parallelism
+        require_int("transform_parallelism", threads, minimum=1, remedy="leave it out for one thread per CPU")
+        _check_unused("io_queue_depth", io_queue_depth, 4)
+        _check_unused("transform_queue_depth", transform_queue_depth, None)
+        _check_unused("prefetch_batches", prefetch_batches, None)
+        if shuffle_seed is None and world_size > 1:
+            raise ConfigError(
+                explain(
+                    "every rank would draw a seed of its own",
+                    found=f"shuffle_seed=None with world_size={world_size}",
+                    expected="one seed for all ranks",
+                    remedy="draw one, share it, and pass it",
+                )
+            )
+        user_plan = read_plan(plan)
+        self._replica = Replica(dp_rank=rank, dp_size=world_size)
+        spec = order_spec(
+            order=order or ("lancedb" if user_plan is None else "plan"),
+            plan=user_plan,
+            num_splits=world_size if num_splits is None and user_plan is None else num_splits,
+            shuffle=shuffle,
+            shuffle_seed=secrets.randbits(32) if shuffle_seed is None else shuffle_seed,
+            shuffle_clump_size=shuffle_clump_size,
+            filter=filter,
+        )
+        self._owned = self._replica.owned_splits(spec.num_splits)
+        ref = TableRef.of(table, connection_factory)
+        opened = ref.open(getattr(table, "version", None) if user_plan is None else user_plan.base_version)
+        names = None if columns is None else tuple(columns)
+        opened.check_columns(names)
+        rows = opened.num_rows if filter is None else opened.count_rows(filter)
+        if user_plan is None:
+            SplitLayout(num_rows=rows, num_splits=spec.num_splits)
+        row_transform = None if transform is None else RowTransform(transform, threads, read_batch_size)
+        policy = ErrorPolicy(on_transform_error)
+        recipe = BlockRecipe(
+            table=ref.located(opened), columns=names, transform=row_transform, policy=policy, plan=user_plan
+        )
+        config = StreamConfig(
+            stream_id=uuid.uuid4().hex[:12],
+            identity=opened.identity,
+            order=spec,
+            global_batch_size=spec.num_splits,
+            seed_given=shuffle_seed is not None,
+            prefetch=prefetch or PrefetchConfig(max_buffer_bytes=max_buffer_bytes),
+        )
+        self._epoch_given = epoch
+        self._worker_info_override = worker_info_override
+        self._source = RowSource(config, recipe, num_threads=threads if row_transform is not None else 2)
+        self._rows = RowStream(config, self._owned, epoch, agreement_of(coordinator))
+        self._in_use: object = None  # the iteration under way
+        self._untracked: Any = mmap.mmap(-1, 1)  # memory shared with forked workers, who set it
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def num_splits(self) -> int:
+        """Splits, S."""
+        return self._rows.config.order.num_splits
+
+    @property
+    def rank(self) -> int:
+        """This process among the data-parallel ones."""
+        return self._replica.dp_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel processes."""
+        return self._replica.dp_size
+
+    @property
+    def owned_splits(self) -> range:
+        """The splits whose rows this rank yields."""
+        return self._owned
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way."""
+        return self._rows.cursor.epoch
+
+    def use_prefetchers(self, count: int) -> None:
+        """Has blocks built by so many Ray actors from now on, or by threads of this process with 0.
+
+        Raises:
+            ConfigError: Ray is not running, and ``world_size`` is not 1.
+        """
+        self._rows.drop_reader()
+        self._source.use_prefetchers(count, self.world_size)
+
+    def close(self) -> None:
+        """Ends threads and actors; iterating starts them again."""
+        self._rows.drop_reader()
+        self._source.close()
+
+    # ------------------------------------------------------------------ iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the rest of the epoch.
+
+        Raises:
+            RuntimeError: Another iteration of this dataset is under way.
+        """
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        if self._in_use is not None:
+            raise RuntimeError(
+                "StreamingDataset does not support concurrent iteration: only one active iterator is allowed for a "
+                "dataset. Found: a second one. Remedy: end the first (close it, or drop it), or build another dataset."
+            )
+        ticket = self._in_use = object()
+        try:
+            self._become_worker()
+            yield from self._rows.rows(self._source.open())
+        except UserError as error:
+            raise error.user_error from error
+        finally:
+            if self._in_use is ticket:
+                self._in_use = None
+
+    def _become_worker(self) -> None:
+        """In a worker of torch's own ``DataLoader``: reads this worker's part of the rank's splits."""
+        real = get_worker_info()
+        info = self._worker_info_override or real
+        if info is None:
+            return
+        if real is not None:
+            self._untracked[0] = 1  # the parent cannot know which rows were handed out
+            if self._worker_info_override is not None:
+                logger.warning("worker_info_override stands in for torch's own worker info, which is there too")
+        count, workers = len(self._owned), info.num_workers
+        if count % workers:
+            raise ConfigError(
+                explain(
+                    f"Number of rank splits ({count}) must be divisible by num_workers ({workers})",
+                    found=f"{count} splits for {workers} workers",
+                    expected="as many splits for each worker",
+                    remedy="pass another num_workers, or use StreamingDataLoader, where any number works",
+                )
+            )
+        share = count // workers
+        part = self._owned[info.id * share : (info.id + 1) * share]
+        if self._rows.owned != part:
+            self._rows = self._rows.only(part)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state after the last row handed out: plain JSON types.
+
+        Exact for this rank's splits; of the others it says as many rows as cycles were completed here. Merge the
+        states of all ranks (``merge_state_dicts``) where rows were skipped.
+
+        Raises:
+            RuntimeError: Workers of torch's own ``DataLoader`` iterate copies of this dataset.
+        """
+        if self._untracked[0]:
+            raise RuntimeError(
+                "cannot checkpoint a standard DataLoader with num_workers > 0: which of the rows its workers read were "
+                "handed out is not known here. Use StreamingDataLoader instead."
+            )
+        return self._rows.state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to the row after a state, of this class or of ``lancedb.streaming`` (with ``order="lancedb"``).
+
+        Raises:
+            StateError: It is damaged, or was taken within a cycle and this is one of several ranks.
+            StateMismatchError: It belongs to other data; the message names the field and the remedy.
+        """
+        loaded = StreamState.from_dict(state, of=self._rows.provenance)
+        self._rows.load(loaded, epoch_given=self._epoch_given)
+
+    @staticmethod
+    def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Merges the states of all ranks, taken after the same cycle; see ``ray_lance_stream.merge_state_dicts``."""
+        return merge_state_dicts(states)
+
+    def _mark(self) -> RowCursor:
+        return self._rows.mark()
+
+    def _rewind(self, mark: RowCursor) -> None:
+        self._rows.rewind(mark)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            self._untracked[0] = 1  # a DataLoader is sending it to a worker process
+        return self.__dict__ | {"_in_use": None, "_untracked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._untracked = mmap.mmap(-1, 1)
+
+    # ------------------------------------------------------------------ what it measured
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes read, before any transform; of blocks that have arrived."""
+        return self._rows.measured().read_bytes
+
+    @property
+    def fetch_time(self) -> float:
+        """Seconds spent reading, summed over threads or prefetchers."""
+        return self._rows.measured().take_s
+
+    @property
+    def transform_time(self) -> float:
+        """Seconds spent in the transform, or in making dicts of rows without one."""
+        return self._rows.measured().transform_s
+
+    @property
+    def raw_queue_depth(self) -> int:
+        """Rows that are read and wait for the transform or are in it.
+
+        While ``prefetch_queue_depth`` is 0: above 0 the transform is the limit, 0 storage is.
+        """
+        reader = self._rows.reader
+        if reader is None:
+            return 0
+        return self._source.rows_in_transform if self._source.is_local else reader.rows_in_transform
+
+    @property
+    def prefetch_queue_depth(self) -> int:
+        """Rows that are ready to be handed out."""
+        return self._rows.rows_ready
+
+    @property
+    def unscanned_rows(self) -> int:
+        """Rows of this rank's splits that were not yet asked for; 0 when not iterating."""
+        reader = self._rows.reader
+        return 0 if reader is None else reader.rows_unasked
+
+    @property
+    def consumed_rows(self) -> int:
+        """Rows of this epoch handed out by this rank."""
+        return sum(self._rows.cursor.samples[split] for split in self._rows.owned)
+
+    @property
+    def rows_skipped(self) -> int:
+        """Rows left out because the transform failed on them; of blocks that have arrived."""
+        return self._rows.skip_log().count
+
+    @property
+    def skipped(self) -> list[SkippedRow]:
+        """The last rows that were skipped or replaced, by row number and reason."""
+        return self._rows.skip_log().rows
+
+    @property
+    def left_behind(self) -> int:
+        """Rows that came through but were not handed out, because some split of the epoch had ended."""
+        return self._rows.measured().left_behind
+
+
+def _check_unused(name: str, value: int | None, default: int | None) -> None:
+    """Checks a knob of ``lancedb.streaming`` that has no use here, and says so once."""
+    if value is not None:
+        require_int(name, value, minimum=1, remedy="leave it out")
+    if value != default and name not in _told:
+        _told.add(name)
+        logger.warning("%s has no use here: what is read ahead is bounded in bytes (max_buffer_bytes)", name)

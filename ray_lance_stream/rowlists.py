@@ -1,0 +1,71 @@
+"""Orders that are lists of row numbers: filtered rows, LanceDB's own permutation, and rows the user chose."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.permutation import IntArray
+from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.userplan import UserPlan
+
+if TYPE_CHECKING:
+    from ray_lance_stream.location import TableRef
+    from ray_lance_stream.table import PinnedTable
+
+_EPOCH_FACTOR: Final = 100_003  # how lancedb.streaming derives an epoch's seed from the first
+_MEMORY_VARIABLE: Final = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
+_BYTES_PER_ROW: Final = 1024  # far more than the builder's sort needs; its default of 100 MB fails at 3M rows
+_MAX_BUILDER_SEED: Final = 2**64 - 1
+
+
+def listed_rows(spec: PlanSpec, table: PinnedTable, ref: TableRef, plan: UserPlan | None) -> tuple[IntArray, int]:
+    """Returns the row numbers that places of a plan refer to, in the plan's order; and how many are left out.
+
+    Args:
+        spec: The plan; its order is a list.
+        table: The table version, open.
+        ref: How to open it with LanceDB.
+        plan: The user's rows, for the order "plan".
+
+    Raises:
+        ConfigError: The filter is not valid, fewer rows than splits, or ids of rows that are not in the version.
+    """
+    order = spec.order
+    if order.order == "plan":
+        assert plan is not None
+        return table.numbers_of(plan.row_ids), plan.surplus_rows
+    matching = None if order.filter is None else table.matching_rows(order.filter)
+    count = table.num_rows if matching is None else len(matching)
+    if order.is_listed_per_epoch and count >= order.num_splits:  # with fewer the plan says what is wrong
+        rows = table.numbers_of(_permuted(spec, table, ref))
+        return rows, count - len(rows)
+    return np.arange(count) if matching is None else matching, 0
+
+
+def _permuted(spec: PlanSpec, table: PinnedTable, ref: TableRef) -> Any:
+    """Asks LanceDB's permutation builder for an epoch's order: row ids, split by split, without the remainder."""
+    from lancedb.permutation import permutation_builder
+
+    order = spec.order
+    seed = order.shuffle_seed + spec.epoch * _EPOCH_FACTOR
+    if seed > _MAX_BUILDER_SEED:
+        raise ConfigError(
+            explain(
+                "shuffle_seed is too large for order='lancedb' in this epoch",
+                found=f"shuffle_seed={order.shuffle_seed}, epoch={spec.epoch}",
+                expected=f"shuffle_seed + epoch * {_EPOCH_FACTOR} below 2**64",
+                remedy="pass a smaller seed, or order='feistel'",
+            )
+        )
+    limit = str(max(1 << 30, table.num_rows * _BYTES_PER_ROW))
+    os.environ.setdefault(_MEMORY_VARIABLE, limit)  # read at every build
+    builder = permutation_builder(ref.open_lancedb(table.version))
+    if order.filter is not None:
+        builder = builder.filter(order.filter)
+    clump = None if order.shuffle_clump_size == 1 else order.shuffle_clump_size
+    built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
+    return built.to_arrow().column("row_id").to_numpy()

@@ -1,0 +1,169 @@
+"""Rows that fail: what happens to them, and blocks that say which of their rows came through.
+
+Light to import: trainers know these types, and have no use for Lance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from ray_lance_stream.errors import ConfigError, explain, shown
+from ray_lance_stream.permutation import IntArray
+
+
+@dataclass(frozen=True)
+class ReplaceRow:
+    """``on_transform_error=ReplaceRow(value)``: a row that fails becomes ``value``, so that none is missing.
+
+    Attributes:
+        value: The row: a dict of values by column for a stream, whatever the transform makes of a row for a
+            ``StreamingDataset``.
+    """
+
+    value: Any
+
+
+OnTransformError = Literal["raise", "skip", "warn"] | Callable[[Exception], bool] | ReplaceRow
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A row that was left out.
+
+    Attributes:
+        row_number: Its number in the table version.
+        split: The split it belongs to.
+        position: Its position in the split.
+        reason: The exception of the transform, as text.
+        replaced: Whether another row stands in its place.
+    """
+
+    row_number: int
+    split: int
+    position: int
+    reason: str
+    replaced: bool = False
+
+
+class ErrorPolicy:
+    """What ``on_transform_error`` says.
+
+    Args:
+        on_transform_error: "raise" ends the iteration with the error; "skip" leaves the row out; "warn" does so
+            and says it; a function of the exception returns whether to leave the row out; a :class:`ReplaceRow`
+            puts another row in its place.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+
+    def __init__(self, on_transform_error: OnTransformError) -> None:
+        known = on_transform_error in ("raise", "skip", "warn") if isinstance(on_transform_error, str) else False
+        if not known and not callable(on_transform_error) and not isinstance(on_transform_error, ReplaceRow):
+            raise ConfigError(
+                explain(
+                    "on_transform_error must be 'raise', 'skip', 'warn', a callable or a ReplaceRow",
+                    found=shown(on_transform_error),
+                    expected="one of these",
+                    remedy="pass 'skip' to leave failing rows out",
+                )
+            )
+        self._choice = on_transform_error
+
+    @property
+    def raises(self) -> bool:
+        """Whether every error ends the iteration."""
+        return self._choice == "raise"
+
+    @property
+    def warns(self) -> bool:
+        """Whether skipped rows are told of."""
+        return self._choice == "warn"
+
+    @property
+    def replacement(self) -> ReplaceRow | None:
+        """What stands in for failing rows."""
+        return self._choice if isinstance(self._choice, ReplaceRow) else None
+
+    def tolerates(self, error: Exception) -> bool:
+        """Whether the iteration goes on after this error of the transform."""
+        if callable(self._choice):
+            return bool(self._choice(error))
+        return not self.raises
+
+
+@dataclass(kw_only=True)
+class Sifted:
+    """A block of which rows may be missing, or whose rows are Python objects.
+
+    Attributes:
+        rows: The rows that came through, in canonical order: a table, or a list of objects.
+        splits: Split of each row; int64, shape (rows,).
+        positions: Position of each row in its split; int64, shape (rows,).
+        skipped: The rows that did not.
+        nbytes: Size in memory; estimated for objects.
+        read_bytes: Bytes that were read for it.
+        take_s: Seconds of reading.
+        transform_s: Seconds of transforming.
+    """
+
+    rows: pa.Table | list[Any]
+    splits: IntArray
+    positions: IntArray
+    nbytes: int
+    skipped: tuple[SkippedRow, ...] = ()
+    read_bytes: int = 0
+    take_s: float = 0.0
+    transform_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.splits)
+
+
+@dataclass
+class SkipLog:
+    """The rows a consumer has seen skipped: how many, and the last ones by name.
+
+    Attributes:
+        count: All of them.
+        rows: The last ``limit``.
+    """
+
+    limit: int = 10_000
+    count: int = 0
+    rows: list[SkippedRow] = field(default_factory=list)
+
+    def add(self, skipped: tuple[SkippedRow, ...]) -> None:
+        """Notes rows that were skipped."""
+        self.count += sum(not row.replaced for row in skipped)
+        self.rows.extend(skipped)
+        del self.rows[: -self.limit]
+
+    def copy(self) -> SkipLog:
+        """Returns a log of its own with the same rows."""
+        return SkipLog(self.limit, self.count, list(self.rows))
+
+    def merge(self, other: SkipLog) -> None:
+        """Notes what another log has."""
+        self.count += other.count
+        self.rows.extend(other.rows)
+        del self.rows[: -self.limit]
+
+
+def gather(blocks: list[Sifted], which: IntArray, index: IntArray) -> pa.Table | list[Any]:
+    """Returns rows of several blocks in one order: row ``index[k]`` of block ``which[k]`` for every k."""
+    if isinstance(blocks[0].rows, list):
+        objects: list[list[Any]] = [block.rows for block in blocks]  # type: ignore[misc]
+        return [objects[b][i] for b, i in zip(which.tolist(), index.tolist(), strict=True)]
+    starts = np.cumsum([0, *(len(block) for block in blocks)])
+    flat = starts[which] + index
+    tables: list[pa.Table] = [block.rows for block in blocks]  # type: ignore[misc]
+    table = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+    if len(flat) and flat[-1] - flat[0] == len(flat) - 1 and bool(np.all(np.diff(flat) == 1)):
+        return table.slice(int(flat[0]), len(flat))
+    return table.take(flat)
