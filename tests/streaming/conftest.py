@@ -10,27 +10,25 @@ import pyarrow as pa
 import pytest
 from conftest import Tables
 
-from streaming import sides
-from streaming.sides import LANCEDB, OpenTable, Side
+from streaming.sides import LANCEDB, OURS, OpenTable, Side
 
 
 @pytest.fixture
 def ours() -> Side:
     """This package's classes."""
-    return sides.ours()
+    return OURS
 
 
 @pytest.fixture(params=["lancedb", "ours"])
 def side(request: pytest.FixtureRequest) -> Side:
     """One implementation after the other: what holds for both."""
-    return LANCEDB if request.param == "lancedb" else sides.ours()
+    return LANCEDB if request.param == "lancedb" else OURS
 
 
 @pytest.fixture(params=["saved by lancedb", "saved by ours"])
 def writer_and_reader(request: pytest.FixtureRequest) -> tuple[Side, Side]:
     """Both directions in which a state may travel."""
-    mine = sides.ours()
-    return (LANCEDB, mine) if request.param == "saved by lancedb" else (mine, LANCEDB)
+    return (LANCEDB, OURS) if request.param == "saved by lancedb" else (OURS, LANCEDB)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import lancedb.streaming
-import pytest
+
+import ray_lance_stream
 
 State = dict[str, Any]
 OpenTable = Callable[[int], Any]
@@ -45,17 +46,7 @@ class Side:
 LANCEDB = Side("lancedb", lancedb.streaming.StreamingDataset, lancedb.streaming.StreamingDataLoader)
 
 
-def ours() -> Side:
-    """Returns this package's classes."""
-    try:
-        from ray_lance_stream.dataset import StreamingDataset
-    except ModuleNotFoundError as error:
-        if error.name != "ray_lance_stream.dataset":
-            raise
-        pytest.skip("not built yet")
-    from ray_lance_stream.loader import StreamingDataLoader
-
-    return Side("ours", StreamingDataset, StreamingDataLoader)
+OURS = Side("ours", ray_lance_stream.StreamingDataset, ray_lance_stream.StreamingDataLoader)
 
 
 def saved(state: State) -> State:
