@@ -21,10 +21,11 @@ PACKED: dict[str, Any] = {"columns": ["tokens"], "pack_sequences": 8, "eos_id": 
 @pytest.fixture(autouse=True)
 def built(request: pytest.FixtureRequest) -> None:
     """Skips what asks for ours until it packs."""
-    needs_ours = {"ours", "writer_and_reader"} & set(request.fixturenames)
-    if needs_ours or ("side" in request.fixturenames and request.getfixturevalue("side") is OURS):
-        if "pack_sequences" not in inspect.signature(OURS.dataset.__init__).parameters:
-            pytest.skip("not built yet")
+    names = request.fixturenames
+    asks = "ours" in names or "writer_and_reader" in names
+    asks = asks or ("side" in names and request.getfixturevalue("side") is OURS)
+    if asks and "pack_sequences" not in inspect.signature(OURS.dataset.__init__).parameters:
+        pytest.skip("not built yet")
 
 
 def blocks(rows: Iterable[Any], count: int | None = None) -> list[Block]:
