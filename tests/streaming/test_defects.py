@@ -110,23 +110,24 @@ def test_a_plan_of_millions_of_rows_does_not_fit(ours: Side, tmp_path: Any, monk
 
 
 def test_a_slow_consumer_gets_the_whole_table_in_memory(ours: Side, tmp_path: Any) -> None:
-    rows, wide = 20_000, 4096
-    blob = b"x" * wide
-    table = lancedb.connect(str(tmp_path)).create_table("t", pa.table({"id": range(rows), "blob": [blob] * rows}))
+    rows, width = 20_000, 4096
+    table = lancedb.connect(str(tmp_path)).create_table("t", pa.table({"id": range(rows), "x": [b"x" * width] * rows}))
 
-    def loaded_after(side: Side, taken: int) -> int:
-        dataset = side.one(table, io_queue_depth=1, transform_queue_depth=1)
-        iterator = iter(dataset)
+    def mebibytes_loaded(dataset: Any, taken: int, enough: float) -> float:
+        """After so many rows, or before that when it is enough."""
+        iterator, loaded = iter(dataset), 0.0
         for _ in range(taken):
             next(iterator)
             time.sleep(0.001)  # the consumer's own work
-        loaded: int = dataset.bytes_loaded
+            loaded = dataset.bytes_loaded / 2**20
+            if loaded > enough:
+                break
         iterator.close()
         return loaded
 
-    total = rows * wide
-    assert loaded_after(LANCEDB, 600) > total / 5
-    assert loaded_after(ours, 600) < total / 5
+    # 78 MiB; of which the rows taken make 8.
+    assert mebibytes_loaded(LANCEDB.one(table, io_queue_depth=1, transform_queue_depth=1), 2000, enough=40) > 40
+    assert mebibytes_loaded(ours.one(table, max_buffer_bytes=4 * 2**20), 1000, enough=40) < 4 + 8
 
 
 def test_a_batch_depends_on_the_number_of_workers(table_of: OpenTable) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pytest
 from conftest import Tables, rows_from
 
+from ray_lance_stream.agreement import ThreadAgreement
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, flat, ids, merged, saved, take_cycles
 
 PLAIN: dict[str, Any] = {"shuffle": False}
@@ -142,25 +142,6 @@ def test_a_state_of_a_later_epoch_that_the_run_reached_by_itself(ours: Side, tab
     assert taken[2] + ids(resumed) == ids(LANCEDB.one(table_of(24), epoch=2))
 
 
-class Meeting:
-    """Lets the ranks of this process, one thread each, agree on the least of their numbers."""
-
-    def __init__(self, ranks: int) -> None:
-        self._said: list[int] = []
-        self._least = 0
-        self._barrier = threading.Barrier(ranks, action=self._conclude)
-
-    def _conclude(self) -> None:
-        self._least, self._said = min(self._said), []
-
-    def least(self, epoch: int, cycle: int, servable: int) -> int:
-        """See ``ray_lance_stream.agreement.Agreement``."""
-        del epoch, cycle
-        self._said.append(servable)
-        self._barrier.wait(timeout=30)
-        return self._least
-
-
 def test_bad_rows_on_one_rank_only(ours: Side, table_of: OpenTable) -> None:
     """Its ranks end apart, and a collective of the longer one waits for ever; a coordinator finds the common end."""
 
@@ -171,7 +152,9 @@ def test_bad_rows_on_one_rank_only(ours: Side, table_of: OpenTable) -> None:
 
     settings: dict[str, Any] = {"transform": transform, "on_transform_error": "skip"} | PLAIN
     assert [len(ids(dataset)) for dataset in LANCEDB.open(table_of(24), 2, **settings)] == [6, 12]
-    datasets = ours.open(table_of(24), 2, coordinator=Meeting(2), **settings)
+    both = ThreadAgreement(2)  # as "world" is for processes
+    settings |= {"num_splits": 4, "world_size": 2}
+    datasets = [ours.dataset(table_of(24), rank=rank, coordinator=both.member(rank), **settings) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         shares = list(pool.map(ids, datasets))
     assert shares == [[0, 6, 4, 7, 5, 8], [12, 18, 13, 19, 14, 20]]
