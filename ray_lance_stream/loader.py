@@ -188,7 +188,7 @@ class _Batches(Iterator[Any]):
 class _Rows(IterableDataset[Any]):
     """One pass over a dataset, which counts the rows taken and can be ended."""
 
-    def __init__(self, dataset: StreamingDataset) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._iterator = iter(dataset)
         self.taken = 0
 
@@ -202,7 +202,7 @@ class _Rows(IterableDataset[Any]):
 
     def close(self) -> None:
         """Ends the pass, as leaving a loop over it would. Safe to repeat."""
-        self._iterator.close()  # type: ignore[attr-defined]
+        self._iterator.close()
 
 
 def _check_dataset(dataset: object) -> None:

@@ -115,12 +115,12 @@ def take_part(rank: int, scenarios: list[dict[str, StateSource]], pair: list[Sta
 @pytest.fixture(scope="module")
 def gathered(tables: Tables, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process got, by scenario."""
-    from torch import multiprocessing
+    from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 
     directory = str(tmp_path_factory.mktemp("gathered"))
     scenarios = [sources(rank, tables) for rank in range(RANKS)]
     pair = [state_after(tables.stream(), 3, rank, 2) for rank in range(2)]
-    multiprocessing.spawn(take_part, args=(scenarios, pair, directory), nprocs=RANKS)
+    spawn(take_part, args=(scenarios, pair, directory), nprocs=RANKS)  # type: ignore[no-untyped-call]
     return [pickle.loads(Path(f"{directory}/{rank}.pickle").read_bytes()) for rank in range(RANKS)]
 
 
@@ -189,6 +189,33 @@ def test_files_of_all_ranks_make_one_state(tables: Tables, tmp_path: Path) -> No
         shard.load_state_dict(merged)
         assert shard.step == 2
     assert len(os.listdir(directory)) == 3  # no part of a file is left
+
+
+def test_datasets_and_loaders_know_their_rank(tables: Tables, tmp_path: Path) -> None:
+    """Two ranks save, one by its dataset and one by its loader; three go on."""
+    import lancedb
+
+    from ray_lance_stream import StreamingDataLoader, StreamingDataset
+
+    table = lancedb.connect(tables.uri(50)).open_table("t")
+
+    def rank_of(rank: int, world_size: int) -> StreamingDataset:
+        return StreamingDataset(table, num_splits=6, shuffle=False, rank=rank, world_size=world_size)
+
+    datasets = [rank_of(rank, 2) for rank in range(2)]
+    loaders = [StreamingDataLoader(dataset, batch_size=6) for dataset in datasets]
+    taken = [row for loader in loaders for row in next(iter(loader))["id"].tolist()]
+    save_rank_state(datasets[0], tmp_path)
+    save_rank_state(loaders[1], tmp_path)
+    state = load_rank_states(tmp_path)
+    assert state["samples_consumed_per_split"] == [2] * 6
+    for rank in range(3):
+        dataset = rank_of(rank, 3)
+        dataset.load_state_dict(state)
+        taken += [row["id"] for row in dataset]
+    assert sorted(taken) == list(range(48))
+    alone = rank_of(0, 1)
+    assert gather_state_dict(StreamingDataLoader(alone)) == alone.state_dict()
 
 
 def test_more_than_ten_ranks(tables: Tables, tmp_path: Path) -> None:

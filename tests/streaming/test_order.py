@@ -47,7 +47,8 @@ def test_the_sequential_order(side: Side, table_of: OpenTable) -> None:
 
 
 def test_epochs_and_seeds_have_orders_of_their_own(side: Side, table_of: OpenTable) -> None:
-    orders = [ids(side.one(table_of(211), **o)) for o in ({}, {"epoch": 1}, {"shuffle_seed": 1}, {"epoch": 1})]
+    options: list[dict[str, Any]] = [{}, {"epoch": 1}, {"shuffle_seed": 1}, {"epoch": 1}]
+    orders = [ids(side.one(table_of(211), **given)) for given in options]
     assert orders[1] == orders[3]
     assert len({tuple(order) for order in orders}) == 3
     unshuffled = [ids(side.one(table_of(211), shuffle=False, epoch=epoch, shuffle_seed=epoch)) for epoch in (0, 5)]

@@ -178,7 +178,8 @@ def test_what_cannot_be_merged(side: Side, table_of: OpenTable) -> None:
     with pytest.raises(ValueError, match="state"):
         merge([])
     base = side.one(table_of(24), **SHUFFLED).state_dict()
-    for field, other in (("shuffle_seed", {"shuffle_seed": 6, "epoch": 2}), ("epoch", {"shuffle_seed": 5})):
+    others: dict[str, dict[str, Any]] = {"shuffle_seed": {"shuffle_seed": 6, "epoch": 2}, "epoch": {"shuffle_seed": 5}}
+    for field, other in others.items():
         with pytest.raises(ValueError, match=field):
             merge([base, side.one(table_of(24), **other).state_dict()])
     with pytest.raises(ValueError, match="num_splits"):
