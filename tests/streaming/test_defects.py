@@ -101,7 +101,7 @@ def test_a_rank_that_starts_late_reads_another_table(ours: Side, tables: Tables)
 def test_a_plan_of_millions_of_rows_does_not_fit(ours: Side, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sort of its plan has 100 MB by default."""
     monkeypatch.delenv("LANCEDB_PERM_BUILDER_MEMORY_LIMIT", raising=False)
-    table = lancedb.connect(str(tmp_path)).create_table("t", pa.table({"id": np.arange(4_000_000, dtype=np.int32)}))
+    table = lancedb.connect(str(tmp_path)).create_table("t", pa.table({"id": np.arange(3_300_000, dtype=np.int32)}))
     with pytest.raises(RuntimeError, match="Not enough memory"):
         LANCEDB.one(table)
     dataset = ours.one(table, read_batch_size=256)

@@ -12,7 +12,7 @@ from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, counts, flat, i
 # --- state -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [3, 4, 8, None])
+@pytest.mark.parametrize("batch_size", [3, 4, None])
 def test_the_state_covers_the_batches_handed_out(side: Side, table_of: OpenTable, batch_size: int | None) -> None:
     expected = ids(LANCEDB.one(table_of(24)))
     dataset = side.one(table_of(24))
@@ -52,9 +52,18 @@ class FailsAt:
         return [row["id"] for row in rows]
 
 
-@pytest.mark.parametrize("bad", [0, 13, 23])
-@pytest.mark.parametrize("batch_size", [3, 4, 7])
-@pytest.mark.parametrize("error", [ArithmeticError("bad"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    ("bad", "batch_size", "error"),
+    [
+        pytest.param(0, 4, ArithmeticError("bad"), id="first"),
+        pytest.param(13, 4, ArithmeticError("bad"), id="in whole cycles"),
+        pytest.param(13, 3, ArithmeticError("bad"), id="within cycles"),
+        pytest.param(13, 7, KeyboardInterrupt(), id="interrupt"),
+        pytest.param(23, 4, ArithmeticError("bad"), id="last"),
+        pytest.param(23, 3, ArithmeticError("bad"), id="last, within the last cycle"),
+        pytest.param(23, 7, ArithmeticError("bad"), id="last and short"),
+    ],
+)
 def test_a_batch_that_fails_is_not_consumed(
     ours: Side, table_of: OpenTable, bad: int, batch_size: int, error: BaseException
 ) -> None:

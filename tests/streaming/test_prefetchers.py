@@ -109,6 +109,7 @@ def actors() -> int:
     return len(ray.util.list_named_actors(all_namespaces=True))
 
 
+@pytest.mark.slow
 def test_rows_that_fail_are_skipped_and_no_actor_outlives_its_dataset(ours: Side, table_of: OpenTable) -> None:
     wait_until(lambda: actors() == 0, 60, "earlier tests' actors are gone")
     options: dict[str, Any] = {"transform": fails_at_ninety, "on_transform_error": "skip"}

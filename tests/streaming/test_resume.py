@@ -60,7 +60,7 @@ def test_both_sides_count_alike_after_every_row(ours: Side, table_of: OpenTable)
 
 def test_a_state_after_any_cycle_continues_at_another_world_size(side: Side, table_of: OpenTable) -> None:
     expected = take_cycles(side.open(table_of(24), 1, **SHUFFLED))
-    changes = [(2, 4), (4, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2)]
+    changes = [(2, 4), (4, 1), (1, 2), (4, 2)]
     for before, after in changes if side.name == "ours" else changes[:2]:
         datasets, begin = side.open(table_of(24), before, **SHUFFLED), 0
         for cycle in side.some(7):
