@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,7 +34,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ray_lance_stream.agreement import ThreadAgreement
 from ray_lance_stream.columns import cast_to
+from ray_lance_stream.state import merge_state_dicts
 from ray_lance_stream.transform import Transform, TransformContext
 
 if TYPE_CHECKING:
@@ -91,14 +94,20 @@ def global_batches(
     """
     options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "prefetch_batches": prefetch_batches}
     batches: list[GlobalBatch] = []
+    agreement = ThreadAgreement(world_size)
     with ExitStack() as stack:
-        shards = [stack.enter_context(stream.open(rank=r, world_size=world_size)) for r in range(world_size)]
+        # A thread for each replica: where rows may be skipped, they wait for one another.
+        pool = stack.enter_context(ThreadPoolExecutor(world_size))
+        shards = [
+            stack.enter_context(stream.open(rank=r, world_size=world_size, coordinator=agreement.member(r)))
+            for r in range(world_size)
+        ]
         for shard in shards:
             if state is not None:
                 shard.load_state_dict(state)
         for _ in range(epoch_count):
             iterators = [iter(shard.iter_batches(**options)) for shard in shards]
-            while len(batches) != stop_after and (batch := _next_step(shards, iterators, stream)) is not None:
+            while len(batches) != stop_after and (batch := _next_step(shards, iterators, stream, pool)) is not None:
                 batches.append(batch)
     return batches
 
@@ -201,14 +210,16 @@ def check_transform(transform: Callable[..., Any], rows: pa.Table | pa.RecordBat
     return result
 
 
-def _next_step(shards: list[StreamShard], iterators: list[Iterator[Any]], stream: LanceStream) -> GlobalBatch | None:
+def _next_step(
+    shards: list[StreamShard], iterators: list[Iterator[Any]], stream: LanceStream, pool: ThreadPoolExecutor
+) -> GlobalBatch | None:
     """Advances every replica by one step; None at the common end of the epoch."""
     epoch = shards[0].epoch
     where = f"epoch {epoch}, step {shards[0].step + 1}, {len(shards)} replicas"
     shares: list[list[Columns]] = [[] for _ in shards]
     scale = 0.0
     while True:
-        batches = [batch for iterator in iterators if (batch := next(iterator, None)) is not None]
+        batches = [batch for batch in pool.map(lambda iterator: next(iterator, None), iterators) if batch is not None]
         if not batches and not shares[0]:
             return None
         if len(batches) < len(shards):
@@ -225,9 +236,17 @@ def _next_step(shards: list[StreamShard], iterators: list[Iterator[Any]], stream
         epoch=epoch,
         step=_common(f"{where}: step", [shard.step for shard in shards]),
         columns={name: _in_canonical_order(name, shares, widths, where) for name in shares[0][0]},
-        state=_common(f"{where}: state_dict()", [shard.state_dict() for shard in shards]),
+        state=_state(where, shards),
         micro_batches=len(shares[0]),
     )
+
+
+def _state(where: str, shards: list[StreamShard]) -> dict[str, Any]:
+    """The state of all replicas: one for all, or, where rows may be skipped, what theirs make together."""
+    states = [shard.state_dict() for shard in shards]
+    if shards[0].is_partial:
+        return merge_state_dicts(states)
+    return _common(f"{where}: state_dict()", states)
 
 
 def _common(what: str, values: list[T]) -> T:

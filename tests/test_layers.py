@@ -79,6 +79,23 @@ ORDER = (
     "train",
     "stream",
     "testing",
+    # The command line.
+    "explaining",
+    "cli.__init__",
+    "cli.masking",
+    "cli.text",
+    "cli.options",
+    "cli.loading",
+    "cli.describe",
+    "cli.flight",
+    "cli.planning",
+    "cli.inspect",
+    "cli.diff",
+    "cli.plan",
+    "cli.explain",
+    "cli.convert",
+    "cli.main",
+    "cli.__main__",
     "__init__",
 )
 PURE = ("errors", "permutation", "plan", "topology", "counts", "state", "rowcursor")

@@ -1,0 +1,142 @@
+"""Reads what the commands look at: a checkpoint, or a state dict in a JSON file. Executes nothing."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pyarrow import fs as pafs
+
+from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, read_streams
+from ray_lance_stream.errors import ConfigError, MissingStateError, explain
+from ray_lance_stream.state import StreamState
+
+DEFAULT_NAME: Final = "train"
+_STEM: Final = FILE_NAME.removesuffix("json")
+_MAX_BYTES: Final = 256 * 1024 * 1024  # as for checkpoints: a foreign file is not read into memory
+_MAX_LOOK: Final = 100  # directories looked into for a hint
+
+Stamp = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Streams that were read, and where from.
+
+    Attributes:
+        filesystem: The file system.
+        path: The path on it, of a directory or a file.
+        files: The stream's files in the directory, by name; or the file's name.
+        streams: The states; a state dict's stream is called "train".
+        is_state_dict: Whether it was a state dict rather than a checkpoint.
+    """
+
+    filesystem: pafs.FileSystem
+    path: str
+    files: tuple[str, ...]
+    streams: Streams
+    is_state_dict: bool
+
+
+def load(text: str) -> Loaded:
+    """Reads a checkpoint directory, one of its files, or a JSON file with a state dict.
+
+    Raises:
+        MissingStateError: There is nothing of the kind.
+        StateError: It is damaged or foreign.
+        ConfigError: The text is no path and no URI.
+    """
+    return load_from(*locate(text))
+
+
+def load_from(filesystem: pafs.FileSystem, path: str) -> Loaded:
+    """As :func:`load`, for a path on a file system."""
+    info = filesystem.get_file_info(path)
+    if info.type == pafs.FileType.File:
+        name = path.rsplit("/", 1)[-1]
+        state = _state_dict(filesystem, path, info.size)
+        if state is not None:
+            return Loaded(
+                filesystem=filesystem, path=path, files=(name,), streams={DEFAULT_NAME: state}, is_state_dict=True
+            )
+    streams = read_streams(filesystem, path)
+    if streams is None:
+        raise MissingStateError(_nothing_there(filesystem, path, info))
+    files = (path.rsplit("/", 1)[-1],) if info.is_file else our_files(filesystem, path)
+    return Loaded(filesystem=filesystem, path=path, files=files, streams=streams, is_state_dict=False)
+
+
+def one_stream(loaded: Loaded, name: str | None) -> tuple[str, StreamState]:
+    """Returns the stream of a name, or the only one. A state dict is the stream of any name.
+
+    Raises:
+        ConfigError: There is none of that name, or several and no name.
+    """
+    streams = loaded.streams
+    if loaded.is_state_dict:
+        return name or DEFAULT_NAME, streams[DEFAULT_NAME]
+    if name is None and len(streams) == 1:
+        return next(iter(streams.items()))
+    if name is None or name not in streams:
+        raise ConfigError(
+            explain(
+                "which stream is meant is not clear" if name is None else f"there is no stream {name!r}",
+                found=f"{sorted(streams)} in {loaded.path}",
+                expected="the name of one of them",
+                remedy="pass --name",
+            )
+        )
+    return name, streams[name]
+
+
+def our_files(filesystem: pafs.FileSystem, directory: str) -> tuple[str, ...]:
+    """Returns the names of the stream's files in a directory, the merged one first; none if there is no directory."""
+    found = filesystem.get_file_info(pafs.FileSelector(directory, allow_not_found=True))
+    return tuple(sorted(f.base_name for f in found if f.is_file and _is_ours(f.base_name)))
+
+
+def newest_stamp(filesystem: pafs.FileSystem, directory: str, files: tuple[str, ...]) -> Stamp:
+    """Returns the newest stamp of files that can be read; (0, 0) if there is none."""
+    stamps: list[Stamp] = [(0, 0)]
+    for name in files:
+        with filesystem.open_input_stream(f"{directory}/{name}") as source, suppress(ValueError, TypeError, KeyError):
+            first, second = json.loads(source.read())["stamp"]
+            stamps.append((int(first), int(second)))
+    return max(stamps)
+
+
+def _is_ours(name: str) -> bool:
+    return name == FILE_NAME or (name.startswith(f"{_STEM}rank-") and name.endswith(".json"))
+
+
+def _state_dict(filesystem: pafs.FileSystem, path: str, size: int | None) -> StreamState | None:
+    """Reads a state dict; None if the file is anything else."""
+    if size is not None and size > _MAX_BYTES:
+        return None
+    with filesystem.open_input_stream(path) as source:
+        data = source.read()
+    try:
+        content: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return StreamState.from_dict(content) if isinstance(content, dict) and "kind" not in content else None
+
+
+def _nothing_there(filesystem: pafs.FileSystem, path: str, info: pafs.FileInfo) -> str:
+    if info.type == pafs.FileType.NotFound:
+        return explain(
+            f"{path} does not exist",
+            found="nothing",
+            expected="a checkpoint directory or file",
+            remedy="check the path",
+        )
+    below = [f.path for f in filesystem.get_file_info(pafs.FileSelector(path)) if f.type == pafs.FileType.Directory]
+    near = [directory for directory in sorted(below, reverse=True)[:_MAX_LOOK] if our_files(filesystem, directory)]
+    return explain(
+        f"there is no stream state in {path}",
+        found=f"none here, but in {', '.join(near[:3])}" if near else f"no {FILE_NAME}",
+        expected="a checkpoint written by ray_lance_stream.report() or with save_state()",
+        remedy="name one of these" if near else "pass the directory of one checkpoint of the run",
+    )

@@ -1,0 +1,88 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ray_lance_stream.cli.masking import remember, remember_uri
+
+if TYPE_CHECKING:
+    from ray_lance_stream.location import TableRef
+
+DEBUG: Final = "ray_lance_stream.cli.debug"
+
+
+def _storage_options(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    del parameter
+    options = {}
+    for text in values:
+        key, separator, value = text.partition("=")
+        if not key or not separator:
+            raise click.BadParameter("expected KEY=VALUE (what was given may be a secret and is not shown)")
+        options[key] = value
+    remember(context, options.values())
+    return options
+
+
+def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    del context, parameter
+    if value is None:
+        return ()
+    names = tuple(name.strip() for name in value.split(","))
+    if not all(names):
+        raise click.BadParameter("expected names separated by commas, such as image,label")
+    return names
+
+
+def uri_given(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Notes the credentials in a URI, so that no message shows them."""
+    del parameter
+    remember_uri(context, value or "")
+    return value
+
+
+def _debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    del parameter
+    context.meta[DEBUG] = context.meta.get(DEBUG, False) or value
+
+
+uri = click.argument("uri", metavar="URI", callback=uri_given)
+table = click.argument("table", metavar="TABLE")
+checkpoint = click.argument("checkpoint", metavar="CHECKPOINT", callback=uri_given)
+uri_option = click.option("--uri", metavar="URI", callback=uri_given, help="The database, as for lancedb.connect.")
+table_option = click.option("--table", metavar="TABLE", help="The table's name.")
+checkpoint_option = click.option(
+    "--checkpoint", metavar="PATH", callback=uri_given, help="Take table version, order and splits from a checkpoint."
+)
+storage_option = click.option(
+    "--storage-option",
+    "storage_options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    callback=_storage_options,
+    help="Option of the table's object store, as for lancedb.connect; repeatable. Never printed, but other users of "
+    "the machine see command lines: variables such as AWS_SECRET_ACCESS_KEY are better for secrets.",
+)
+columns = click.option("--columns", metavar="A,B", callback=_columns, help="Columns of the table, separated by commas.")
+json_output = click.option("--json", "json_output", is_flag=True, help="Print JSON.")
+debug = click.option("--debug", is_flag=True, expose_value=False, callback=_debug, help="Show an error's traceback.")
+stream_name = click.option("--name", metavar="NAME", help="Name of the stream, if the checkpoint holds several.")
+global_batch_size = click.option(
+    "--global-batch-size", type=int, metavar="B", help="Rows of a step on all replicas together."
+)
+drop_last = click.option("--drop-last", is_flag=True, help="The stream leaves out a short last step.")
+filter_sql = click.option("--filter", "filter_sql", metavar="SQL", help="SQL condition; only these rows count.")
+shuffle_clump_size = click.option(
+    "--shuffle-clump-size", type=int, metavar="N", help="Neighbouring rows shuffled as one; 1 by default."
+)
+version = click.option("--version", type=int, metavar="V", help="Version of the table; the latest by default.")
+
+
+def table_ref(uri: str, name: str, storage_options: Mapping[str, str]) -> TableRef:
+    """Returns where a table is; loads Lance."""
+    from ray_lance_stream.location import TableRef
+
+    return TableRef(uri=uri, name=name, storage_options=storage_options or None)

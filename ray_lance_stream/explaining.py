@@ -1,0 +1,232 @@
+"""Which rows make up a step: the plan asked offline, without Ray, a cluster or a running stream.
+
+Example:
+    >>> import lancedb, numpy as np, pyarrow as pa, tempfile
+    >>> from ray_lance_stream import LanceStream
+    >>> from ray_lance_stream.explaining import rows_of_step
+    >>> uri = tempfile.mkdtemp()
+    >>> table = lancedb.connect(uri).create_table("numbers", pa.table({"id": np.arange(30)}))
+    >>> stream = LanceStream(uri, "numbers", num_splits=4, global_batch_size=12, shuffle=False)
+    >>> found = rows_of_step(stream, 1, world_size=2, columns=["id"])
+    >>> found.places.column("row").to_pylist()
+    [0, 7, 14, 21, 1, 8, 15, 22, 2, 9, 16, 23]
+    >>> found.places.column("rank").to_pylist()
+    [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from ray_lance_stream.errors import ConfigError, StateMismatchError, explain
+from ray_lance_stream.permutation import IntArray
+from ray_lance_stream.plan import OrderSpec, Plan, PlanSpec, SplitLayout, require_int
+from ray_lance_stream.position import Position
+from ray_lance_stream.request import Ranges
+from ray_lance_stream.state import Provenance, StreamState
+from ray_lance_stream.topology import Replica, StepPlan
+
+if TYPE_CHECKING:
+    from ray_lance_stream.location import TableRef
+    from ray_lance_stream.stream import LanceStream
+    from ray_lance_stream.table import PinnedTable
+
+
+_STEP_REMEDY: Final = "pass what shard.step said at the end of the step: the first one of an epoch is 1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRows:
+    """The rows of one global batch, or of one replica's part of it, in canonical order.
+
+    Attributes:
+        epoch: Counted from 0.
+        step: Counted from 1: what ``shard.step`` says at its end, where ``shard.is_step_end`` is true.
+        num_steps: Steps in the epoch.
+        cycles: The step's cycles.
+        num_rows: Rows of the step, or of the replica's part, before ``limit``.
+        places: int64 columns, one row per row: ``index`` in the global batch, ``split``, ``position`` in the split,
+            ``row`` number in the table version; and, if a world size was given, the ``rank`` of the replica that
+            gets it and the ``rank_index`` in that replica's batch.
+        columns: The table's columns that were asked for, before any transform; None if none were.
+    """
+
+    epoch: int
+    step: int
+    num_steps: int
+    cycles: range
+    num_rows: int
+    places: pa.Table
+    columns: pa.Table | None
+
+
+class OfflinePlan:
+    """One table version in one order; answers for any epoch. Counts the rows of a filter when it is made.
+
+    Args:
+        table: The version, open.
+        order: The order.
+
+    Raises:
+        ConfigError: A filter that cannot be read, or fewer rows than splits.
+    """
+
+    def __init__(self, table: PinnedTable, order: OrderSpec) -> None:
+        self.table = table
+        self.order = order
+        self._matching: IntArray | None = None if order.filter is None else table.matching_rows(order.filter)
+        self.num_rows = table.num_rows if self._matching is None else len(self._matching)
+        self.layout = SplitLayout(num_rows=self.num_rows, num_splits=order.num_splits)
+
+    @classmethod
+    def of_provenance(cls, ref: TableRef, provenance: Provenance) -> OfflinePlan:
+        """Returns the plan of what a state was consumed from.
+
+        Args:
+            ref: Where the table is now.
+            provenance: What the state says.
+
+        Raises:
+            TableVersionError: The version is gone.
+            StateMismatchError: The version of that number holds other data.
+        """
+        table = ref.open(provenance.table.version)
+        if table.identity != provenance.table:
+            raise StateMismatchError(
+                explain(
+                    "table differs: the state belongs to another one",
+                    found=f"{table.identity.fingerprint} in version {table.version} of {ref.name!r}",
+                    expected=provenance.table.fingerprint,
+                    remedy="name the table that the state was taken from (a copied or moved one will do)",
+                ),
+                "table",
+                provenance.table,
+                table.identity,
+            )
+        return cls(table, provenance.order)
+
+    def steps(self, global_batch_size: int, *, drop_last: bool = False) -> StepPlan:
+        """Returns the steps of an epoch."""
+        return StepPlan(
+            num_splits=self.layout.num_splits,
+            rows_per_split=self.layout.rows_per_split,
+            global_batch_size=global_batch_size,
+            drop_last=drop_last,
+        )
+
+    def rows_of_step(
+        self,
+        steps: StepPlan,
+        step: int,
+        *,
+        epoch: int = 0,
+        world_size: int | None = None,
+        rank: int | None = None,
+        columns: Sequence[str] = (),
+        limit: int | None = None,
+    ) -> StepRows:
+        """Returns the rows of a step; see :func:`rows_of_step`.
+
+        Args:
+            steps: The steps, see :meth:`steps`.
+            step: As below, like everything else.
+            epoch: Counted from 0.
+            world_size: Number of replicas.
+            rank: One of them.
+            columns: Columns to read.
+            limit: Most rows to return.
+        """
+        require_int("step", step, minimum=1, maximum=steps.num_steps, remedy=_STEP_REMEDY)
+        if limit is not None:
+            require_int("limit", limit, minimum=1, remedy="leave it out for all rows")
+        cycles = steps.cycles(step - 1)
+        ranges = Ranges(first_split=0, num_splits=steps.num_splits, start=cycles.start, stop=cycles.stop)
+        splits, positions = ranges.places()
+        owner, owner_index = _shares(steps.num_splits, len(cycles), 1 if world_size is None else world_size)
+        wanted = np.arange(len(splits)) if rank is None else np.flatnonzero(owner == _known_rank(rank, world_size))
+        shown = wanted[:limit]
+        spec = PlanSpec(table=self.table.identity, order=self.order, epoch=epoch)
+        rows = Plan(spec, self.num_rows, self._matching).rows(splits[shown], positions[shown])
+        places = {"index": shown, "split": splits[shown], "position": positions[shown], "row": rows}
+        if world_size is not None:
+            places |= {"rank": owner[shown], "rank_index": owner_index[shown]}
+        return StepRows(
+            epoch=epoch,
+            step=step,
+            num_steps=steps.num_steps,
+            cycles=cycles,
+            num_rows=len(wanted),
+            places=pa.table(places),
+            columns=self.table.take(rows, list(columns)) if columns else None,
+        )
+
+
+def rows_of_step(
+    stream: LanceStream,
+    step: int,
+    *,
+    epoch: int = 0,
+    state: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    columns: Sequence[str] = (),
+    limit: int | None = None,
+) -> StepRows:
+    """Returns which rows make up a global batch, without running the stream.
+
+    Args:
+        stream: The stream; its transform is not run.
+        step: Counted from 1: what ``shard.step`` said at its end, where ``shard.is_step_end`` was true.
+        epoch: Counted from 0.
+        state: A state dict of the run, if the run may stand on another table version than the stream was built on.
+        world_size: Number of replicas, to say which of them gets each row. The order does not depend on it.
+        rank: Only the rows of this replica.
+        columns: Columns of the table to read.
+        limit: Read and return at most so many rows.
+
+    Raises:
+        ConfigError: A step, rank or column that does not exist.
+        StateMismatchError: The state belongs to other data.
+        TableVersionError: The table version is gone.
+    """
+    config = stream.config
+    position = Position.start(config) if state is None else Position.resume(config, StreamState.from_dict(state))
+    plan = OfflinePlan.of_provenance(stream.recipe.table, position.provenance)
+    return plan.rows_of_step(
+        plan.steps(config.global_batch_size, drop_last=config.drop_last),
+        step,
+        epoch=epoch,
+        world_size=world_size,
+        rank=rank,
+        columns=columns,
+        limit=limit,
+    )
+
+
+def _shares(num_splits: int, num_cycles: int, world_size: int) -> tuple[IntArray, IntArray]:
+    """Returns, for every row of a step, the replica that gets it and the index in that replica's batch."""
+    replicas = [Replica(dp_rank=dp_rank, dp_size=world_size) for dp_rank in range(max(1, world_size))]
+    owned = [replica.owned_splits(num_splits) for replica in replicas]
+    owner = np.concatenate([np.full(len(own), dp_rank, dtype=np.int64) for dp_rank, own in enumerate(owned)])
+    place = np.concatenate([np.arange(len(own), dtype=np.int64) for own in owned])
+    width = np.concatenate([np.full(len(own), len(own), dtype=np.int64) for own in owned])
+    turns = np.arange(num_cycles, dtype=np.int64)[:, None]  # (cycle, split)
+    return np.tile(owner, num_cycles), (turns * width + place).reshape(-1)
+
+
+def _known_rank(rank: int, world_size: int | None) -> int:
+    if world_size is None:
+        raise ConfigError(
+            explain(
+                "a rank alone says nothing",
+                found=f"rank={rank} without world_size",
+                expected="both",
+                remedy="pass the number of replicas",
+            )
+        )
+    return Replica(dp_rank=rank, dp_size=world_size).dp_rank
