@@ -197,7 +197,8 @@ class StreamingDataset(IterableDataset[Any]):
         Raises:
             ConfigError: Ray is not running, and ``world_size`` is not 1.
         """
-        self._rows.drop_reader()
+        if count != self._source.num_prefetchers:
+            self._rows.drop_reader()
         self._source.use_prefetchers(count, self.world_size)
 
     def close(self) -> None:

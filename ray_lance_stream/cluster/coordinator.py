@@ -107,7 +107,7 @@ class Coordinator:
             lost: The reference to a list of matching rows that was lost with its node, in a list. It is built
                 again, once, whoever asks first.
         """
-        key = (spec.table, spec.order)
+        key = (spec.table, spec.order, spec.epoch if spec.order.is_listed_per_epoch else None)
         task = self._plans.get(key)
         with self._leases.busy():
             if task is not None and task.done():
@@ -138,7 +138,7 @@ class Coordinator:
                 logger.warning("opening a plan failed (%s); asking again", type(cause).__name__)
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 continue
-            return handle if spec.order.filter is None else dataclasses.replace(handle, matching_rows=rows_ref)
+            return handle if not spec.order.is_listed else dataclasses.replace(handle, matching_rows=rows_ref)
 
     async def _await_first(self) -> None:
         if self._watch is None:
