@@ -22,6 +22,7 @@ from ray.exceptions import (
 )
 
 from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.cluster import requests as requests_module
 from ray_lance_stream.cluster import source as source_module
 from ray_lance_stream.cluster.prefetcher import Prefetcher
 from ray_lance_stream.cluster.source import RaySource
@@ -72,6 +73,8 @@ class Actor:
         self._actor_id = name
         self.refs: list[Ref] = []
         self.build = Method(lambda *_: self.refs.append(Ref()) or self.refs[-1])  # type: ignore[func-returns-value]
+        self.process = 1
+        self.ready = Method(lambda: (name, self.process))
 
 
 class Cluster:
@@ -112,7 +115,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     cluster = Cluster()
     for name in ("wait", "get", "cancel", "is_initialized"):
         monkeypatch.setattr(f"ray.{name}", getattr(cluster, name))
-    monkeypatch.setattr(source_module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
+    for module in (source_module, requests_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
     monkeypatch.setattr(source_module, "_POLL_S", 0.05)
     yield cluster
 
