@@ -16,7 +16,7 @@ from ray_lance_stream.errors import BlockError, explain
 from ray_lance_stream.request import PlanHandle, Ranges
 
 logger = logging.getLogger("ray_lance_stream")
-_TRIALS: Final = 3  # processes that must die of a single row, one after the other, before it is blamed
+_TRIALS: Final = 2  # processes that must die of a single row, after those that died of more, before it is blamed
 # Finding one row among 2**40 takes 40 deaths and the trials. More means that it is not a row.
 _MOST_DEATHS: Final = 48
 
