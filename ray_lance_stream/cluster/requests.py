@@ -58,7 +58,7 @@ class Requests:
         self._incarnation = incarnation
         self._lock = threading.Lock()  # futures complete on a thread of Ray's
         self._pool = Pool()
-        self._open: set[Request] = set()  # not yet settled
+        self._open: dict[Request, None] = {}  # not yet settled, oldest first: that is the one waited for
         self._deaths: dict[tuple[str, Ranges], set[Any]] = {}  # processes that died while they had the block to build
         self._rows_lost: dict[str, PlanHandle] = {}  # handles whose list of matching rows is gone
         self._closed = threading.Event()
@@ -76,7 +76,7 @@ class Requests:
         """Sends a request to the best prefetcher there is; its ``answer`` is the block, or what went wrong."""
         self._tend()
         with self._lock:
-            self._open.add(request)
+            self._open[request] = None
             call = self._new_call(request, self._pool.best(time.monotonic()))
         self._send(request, call)
         request.answer.add_done_callback(lambda done: self._abandon(request) if done.cancelled() else None)
@@ -158,7 +158,7 @@ class Requests:
             if request.settled or (request.calls and not final):
                 return  # another copy was faster, or may still bring the block
             request.settled = True
-            self._open.discard(request)
+            self._open.pop(request, None)
             if error is None:
                 for late in request.calls:
                     late.member.failed(now)
@@ -185,7 +185,7 @@ class Requests:
 
     def _abandon(self, request: Request) -> None:
         with self._lock:
-            self._open.discard(request)
+            self._open.pop(request, None)
             calls = list(request.calls)
         _withdraw(calls)
 
