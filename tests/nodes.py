@@ -74,7 +74,7 @@ class Nodes:
     def close(self) -> None:
         """Ends the cluster."""
         ray.shutdown()
-        self._cluster.shutdown()
+        self._cluster.shutdown()  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _is_dead(node_id: str) -> bool:

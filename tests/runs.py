@@ -38,7 +38,7 @@ def fit(
         train_loop_config={"log": str(storage / "log"), "name": name} | config,
         datasets=datasets,
         dataset_config=dataset_config if dataset_config is not None else StreamDataConfig(),
-        scaling_config=ScalingConfig(num_workers=workers, **(scaling or {})),
+        scaling_config=ScalingConfig(**({"num_workers": workers} | (scaling or {}))),  # its hints know no range
         run_config=RunConfig(
             name=name,
             storage_path=str(storage / "runs"),
@@ -81,6 +81,11 @@ def reference(stream: LanceStream, epochs: int) -> Batches:
 
     with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
         return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
+
+
+def opened(stream: LanceStream) -> Any:
+    """Opens a stream; typed so that tests may look behind a shard's interface."""
+    return stream.open()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

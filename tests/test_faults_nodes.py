@@ -10,7 +10,7 @@ import pytest
 import ray
 from conftest import Tables
 from nodes import Nodes
-from runs import reference, wait_until
+from runs import opened, reference, wait_until
 
 from ray_lance_stream import PrefetchConfig
 
@@ -28,7 +28,7 @@ def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: T
     first, second = nodes.add_loader(), nodes.add_loader()
     stream = tables.stream(2000, prefetch=SMALL_BLOCKS)
     seen: list[list[int]] = []
-    with stream.open() as shard:
+    with opened(stream) as shard:
         wait_until(lambda: {node for node, _ in places(shard)} == {first.node_id, second.node_id}, 120, "one on each")
         for batch in shard.iter_batches(prefetch_batches=0):
             seen.append(batch["id"].tolist())
@@ -56,7 +56,7 @@ def test_a_list_of_rows_that_is_lost_with_its_node_is_made_again(nodes: Nodes, t
     options: dict[str, Any] = {"filter": "id >= 10000", "global_batch_size": 400, "prefetch": prefetch}
     stream = tables.stream(40_000, **options)
     seen: list[list[int]] = []
-    with stream.open() as shard:
+    with opened(stream) as shard:
         before = shard._open_plan().matching_rows
         for batch in shard.iter_batches(prefetch_batches=0):
             seen.append(batch["id"].tolist())
@@ -65,6 +65,6 @@ def test_a_list_of_rows_that_is_lost_with_its_node_is_made_again(nodes: Nodes, t
                 nodes.lose(first)
         for batch in shard.iter_batches():
             seen.append(batch["id"].tolist())
-        after = ray.get(shard.link.session.coordinator.ensure.remote(shard._handle.spec)).matching_rows
-    assert before is not None and after != before
+        after: Any = ray.get(shard.link.session.coordinator.ensure.remote(shard._handle.spec))
+    assert before is not None and after.matching_rows != before
     assert seen == list(reference(stream, 2).values())

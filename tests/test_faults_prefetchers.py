@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import ray
 from conftest import Tables
-from runs import reference, wait_until
+from runs import opened, reference, wait_until
 
 from ray_lance_stream import BlockError, PrefetchConfig
 from ray_lance_stream.cluster.source import RaySource
@@ -46,7 +46,7 @@ def read_on(shard: Any, seen: list[list[int]]) -> None:
 def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables) -> None:
     stream = tables.stream(ROWS, prefetch=SMALL_BLOCKS)
     seen: list[list[int]] = []
-    with stream.open() as shard:
+    with opened(stream) as shard:
         while not all(blocks_of(shard)):  # the second one is a little late
             read_on(shard, seen)
         epochs = shard.epoch
@@ -92,7 +92,7 @@ def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> 
     prefetch = PrefetchConfig(block_bytes=250, max_buffer_bytes=2000)  # blocks of 8 rows
     stream = tables.stream(ROWS, transform=_Killer(str(log), victim), prefetch=prefetch)
     seen: list[list[int]] = []
-    with stream.open() as shard:
+    with opened(stream) as shard:
         with pytest.raises(BlockError) as caught:
             read_on(shard, seen)
         handle = shard._open_plan()
@@ -112,7 +112,7 @@ def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> 
 def test_prefetchers_killed_from_outside_never_make_a_row_guilty(tables: Tables) -> None:
     stream = tables.stream(ROWS, transform=_Slow(), prefetch=PrefetchConfig(num_actors=1, block_bytes=3000))
     seen: list[list[int]] = []
-    with stream.open() as shard:
+    with opened(stream) as shard:
         batches = iter(shard.iter_batches(prefetch_batches=0))
         seen.append(next(batches)["id"].tolist())
         killed: set[int] = set()

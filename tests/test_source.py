@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -296,7 +297,7 @@ def overtake(cluster: Cluster, source: RaySource) -> list[int]:
 def test_a_late_request_is_sent_once_more_and_the_first_answer_counts(cluster: Cluster) -> None:
     source = cluster.source()
     handle = source.plan(spec())
-    answers = [source.request(handle, RANGES) for _ in range(4)]  # two each
+    answers: list[Future[Any]] = [source.request(handle, RANGES) for _ in range(4)]  # two each
     slow, quick = cluster.actors
     for ref in quick.refs:
         ref.set_result("block")  # at once
@@ -365,7 +366,7 @@ def test_an_error_of_one_copy_waits_for_the_other_unless_it_is_final(cluster: Cl
         for actor in cluster.actors:
             actor.refs.clear()
         source = cluster.source()
-        answer = source.request(source.plan(spec()), RANGES)
+        answer: Future[Any] = source.request(source.plan(spec()), RANGES)
         cluster.now += 31
         assert overtake(cluster, source) == [1, 1]
         cluster.actors[0].refs[0].set_exception(error)
@@ -424,13 +425,17 @@ def test_a_block_that_is_too_much_as_a_whole_is_put_together_from_its_parts(clus
     for attempt in range(2):  # the second time without another examination
         sent = sum(asked(cluster))
         answer = source.request(handle, RANGES)
-        until(lambda sent=sent: sum(asked(cluster)) == sent + 2)
+        until(functools.partial(is_asked, cluster, sent + 2))
         for actor in cluster.actors:
             for call, ref in zip(actor.build.calls, actor.refs, strict=True):
                 if not ref.done():
                     ref.set_result(pa.table({"split": call[1].places()[0]}))
         assert answer.result(5)["split"].to_pylist() == [0, 1, 2, 3], attempt
     assert len(cluster.examine.calls) == 1
+
+
+def is_asked(cluster: Cluster, calls: int) -> bool:
+    return sum(asked(cluster)) == calls
 
 
 def until(condition: Callable[[], bool]) -> None:
