@@ -68,24 +68,24 @@ def loop(config: dict[str, Any]) -> None:
                     report({"step": shard.step})
             for fault in config.get("faults", []):
                 if fault[:3] == [epoch, shard.step, log.rank]:
-                    _once(config, "-".join(map(str, fault)), lambda fault=fault: break_down(shard, fault[3]))
+                    break_down_once(config, shard, fault)
             if config.get("fail_at") == [epoch, shard.step] and not os.path.exists(f"{config['log']}/failed"):
                 Path(config["log"], "failed").touch()
                 raise RuntimeError("a failure made by the test")
 
 
-def _once(config: dict[str, Any], name: str, do: Callable[[], None]) -> None:
-    """Does something in the first worker group that gets there only."""
-    mark = Path(config["log"], f"fault-{name}")
+def break_down_once(config: dict[str, Any], shard: Any, fault: list[Any]) -> None:
+    """Does what a fault of (epoch, step, rank, what) says, in the first worker group that gets there only."""
+    mark = Path(config["log"], "fault-" + "-".join(map(str, fault)))
     if not mark.exists():
         mark.touch()
-        do()
+        break_down(shard, fault[3])
 
 
 def break_down(shard: Any, what: str) -> None:
     """Kills parts of the run: "worker" (this process), "manager", "coordinator", "prefetcher"; several with "+"."""
     session = shard.link.session
-    pids = {
+    pids: dict[str, Callable[[], int]] = {
         "worker": os.getpid,
         "manager": lambda: ray.get(session.manager.pid.remote()),
         "coordinator": lambda: ray.get(session.coordinator.pid.remote()),
