@@ -46,6 +46,7 @@ class Examiner:
         self._start = start
         self._start_timeout_s = start_timeout_s
         self._turn = asyncio.Lock()
+        self._waiting = 0  # examinations under way and waiting: they share the process, unless one kills it
         self._actor: Any = None
 
     async def sound_parts(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
@@ -56,19 +57,25 @@ class Examiner:
         Raises:
             BlockError: One of its rows kills every process that reads it; the message names it.
         """
-        async with self._turn:
-            logger.warning("a block of %d rows was lost with its process again and again: examining", rows_of(ranges))
-            findings = _Findings()
-            try:
-                await self._search(handle, ranges, findings)
-            except ExaminerUnavailableError as error:
-                logger.warning("could not examine the block: %s", error)
-                return [ranges]
-            finally:
-                if self._actor is not None:
-                    ray.kill(self._actor, no_restart=True)
-                    self._actor = None
-            return findings.sound
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await self._examine(handle, ranges)
+        finally:
+            self._waiting -= 1
+            if self._waiting == 0 and self._actor is not None:
+                ray.kill(self._actor, no_restart=True)
+                self._actor = None
+
+    async def _examine(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
+        logger.warning("a block of %d rows was lost with its process again and again: examining it", rows_of(ranges))
+        findings = _Findings()
+        try:
+            await self._search(handle, ranges, findings)
+        except ExaminerUnavailableError as error:
+            logger.warning("could not examine the block: %s", error)
+            return [ranges]
+        return findings.sound
 
     async def _search(self, handle: PlanHandle, part: Ranges, findings: _Findings) -> None:
         death = await self._death_of(handle, part, findings)

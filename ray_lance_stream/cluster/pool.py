@@ -101,18 +101,20 @@ class Pool:
         call.member.calls.append(call)
         self._mark_begun(call.member, now)
 
-    def remove(self, call: Call, now: float, *, answered: bool) -> None:
+    def remove(self, call: Call, now: float, *, answered: bool, lost: bool) -> None:
         """Notes the end of a call.
 
         Args:
             call: The call.
             now: The time.
             answered: Whether its block is the one that was handed on: those tell what is usual.
+            lost: Whether its process is gone. Then so are the calls behind it, which never began.
         """
         call.member.calls.remove(call)
         if answered and call.begun_at is not None:
             self._recent.append((now - call.begun_at, call.rows))
-        self._mark_begun(call.member, now)
+        if not lost:
+            self._mark_begun(call.member, now)
 
     def is_late(self, call: Call, now: float) -> bool:
         """Whether a call has waited much longer than is usual, or stands behind calls that all have."""

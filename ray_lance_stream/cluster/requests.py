@@ -148,7 +148,8 @@ class Requests:
         error, now = done.exception(), time.monotonic()
         with self._lock:
             request.calls.remove(call)
-            self._pool.remove(call, now, answered=error is None and not request.settled)
+            answered, lost = error is None and not request.settled, isinstance(error, RayActorError)
+            self._pool.remove(call, now, answered=answered, lost=lost)
             if error is None:
                 call.member.worked()
                 self._deaths.pop(request.key, None)
@@ -177,7 +178,7 @@ class Requests:
                 self._rows_lost[request.handle.spec.plan_id] = request.handle
         elif isinstance(error, RayError) and not isinstance(error, TaskCancelledError):
             call.member.failed(time.monotonic())
-            if isinstance(error, RayActorError):
+            if isinstance(error, RayActorError) and call.begun_at is not None:
                 died = self._deaths.setdefault(request.key, {"the first, whichever it was"})
                 # A prefetcher that is just being started again fails at once, and no block is to blame for it.
                 if process is not None and process.done() and process.exception() is None:
