@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -62,6 +63,10 @@ def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables) -> None:
             new = RaySource(session.coordinator, session.begin(), retry_window_s=30)
             block = new.request(new.plan(handle.spec), Ranges(first_split=0, num_splits=4, start=0, stop=2))
             assert block.result(60)["id"].to_pylist() == seen[epochs * STEPS]
+            # And other plans are opened, though one of the two has its turn with each.
+            for seed in (101, 102):
+                order = dataclasses.replace(handle.spec.order, shuffle_seed=seed)
+                assert new.plan(dataclasses.replace(handle.spec, order=order)).num_rows == ROWS
             new.close()
         finally:
             os.kill(stopped, signal.SIGCONT)
@@ -84,6 +89,7 @@ class _Killer:
         return batch
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> None:
     log = tmp_path / "deaths"
     plain = tables.stream(ROWS)
@@ -109,6 +115,7 @@ def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> 
     assert len(died) <= 4 + 3 + 2
 
 
+@pytest.mark.slow
 def test_prefetchers_killed_from_outside_never_make_a_row_guilty(tables: Tables) -> None:
     stream = tables.stream(ROWS, transform=_Slow(), prefetch=PrefetchConfig(num_actors=1, block_bytes=3000))
     seen: list[list[int]] = []

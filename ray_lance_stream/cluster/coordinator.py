@@ -27,6 +27,7 @@ cluster_nodes: Any = ray.nodes  # untyped
 logger = logging.getLogger("ray_lance_stream")
 _RETRY_PAUSE_S = 0.5
 _PLANS_KEPT = 4
+_PLAN_PATIENCE_S = 5.0  # opening takes a second or less; with a filter longer, and is then done twice
 _FENCE_WAIT_S = 2.0  # an answer takes a millisecond; a node that is lost needs longer to be noticed
 
 
@@ -141,12 +142,8 @@ class Coordinator:
     async def _open(self, spec: PlanSpec) -> PlanHandle:
         began = time.monotonic()
         while True:
-            pool = await self.pool()
-            prefetcher = pool[self._turn % len(pool)]
-            self._turn += 1
             try:
-                handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
-                handle: PlanHandle = await handle_ref
+                return await self._open_somewhere(spec)
             except RayError as error:
                 cause = cause_of(error)
                 final = isinstance(cause, LanceStreamError) or not isinstance(cause, (OSError, RayError))
@@ -154,8 +151,25 @@ class Coordinator:
                     raise (cause if isinstance(cause, Exception) else error) from None
                 logger.warning("opening a plan failed (%s); asking again", type(cause).__name__)
                 await asyncio.sleep(_RETRY_PAUSE_S)
-                continue
-            return handle if spec.order.filter is None else dataclasses.replace(handle, matching_rows=rows_ref)
+
+    async def _open_somewhere(self, spec: PlanSpec) -> PlanHandle:
+        """Asks a prefetcher, and one more if that takes long; the first answer counts."""
+        asked = {await self._open_at_next(spec)}
+        try:
+            done, _ = await asyncio.wait(asked, timeout=_PLAN_PATIENCE_S)
+            if not done and len(self._ready) > 1:
+                asked.add(await self._open_at_next(spec))
+            done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _open_at_next(self, spec: PlanSpec) -> asyncio.Task[PlanHandle]:
+        pool = await self.pool()
+        prefetcher = pool[self._turn % len(pool)]
+        self._turn += 1
+        return asyncio.get_running_loop().create_task(_open_at(prefetcher, spec))
 
     async def _await_first(self) -> None:
         if self._watch is None:
@@ -200,3 +214,9 @@ class Coordinator:
                     await asyncio.sleep(_RETRY_PAUSE_S)
 
         await asyncio.gather(*(one(index, prefetcher) for index, prefetcher in enumerate(self._pool)))
+
+
+async def _open_at(prefetcher: Any, spec: PlanSpec) -> PlanHandle:
+    handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
+    handle: PlanHandle = await handle_ref
+    return handle if spec.order.filter is None else dataclasses.replace(handle, matching_rows=rows_ref)
