@@ -47,8 +47,8 @@ class Nodes:
         ray.init(address=self._cluster.address, log_to_driver=False)
 
     def add_loader(self) -> Any:
-        """Adds a node for prefetchers."""
-        return self._cluster.add_node(num_cpus=2, labels={"pool": "data"})
+        """Adds a node for prefetchers, with one CPU."""
+        return self._cluster.add_node(num_cpus=1, labels={"pool": "data"})
 
     def add_trainer(self) -> Any:
         """Adds a node for one training worker, which asks for a GPU (there is none, nobody uses it)."""

@@ -15,7 +15,8 @@ from runs import opened, reference, wait_until
 from ray_lance_stream import PrefetchConfig
 
 pytestmark = pytest.mark.cluster
-SMALL_BLOCKS = PrefetchConfig(block_bytes=2000, max_buffer_bytes=8000, placement_timeout_s=120)
+# A CPU for each: one prefetcher on every loader node.
+SMALL_BLOCKS = PrefetchConfig(num_cpus=1, block_bytes=2000, max_buffer_bytes=8000, placement_timeout_s=120)
 
 
 def places(shard: Any) -> list[tuple[str, int]]:
@@ -34,8 +35,9 @@ def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: T
             seen.append(batch["id"].tolist())
             if shard.step == 20:
                 nodes.lose(second)
-        # The one that was there is started again on the other node.
-        wait_until(lambda: [node for node, _ in places(shard)] == [first.node_id] * 2, 120, "both on the other")
+        # One was enough to go on. With a new node there are two again.
+        third = nodes.add_loader()
+        wait_until(lambda: {node for node, _ in places(shard)} == {first.node_id, third.node_id}, 120, "two again")
         # Two at once: the state manager, and a prefetcher.
         manager = shard.link.session.manager
         for batch in shard.iter_batches(prefetch_batches=0):
