@@ -21,7 +21,7 @@ from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import StateMismatchError, TransformError, explain
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
-from ray_lance_stream.plan import Plan, PlanSpec
+from ray_lance_stream.plan import Plan, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted
@@ -231,20 +231,25 @@ class BlockBuilder:
 
     def _table(self, spec: PlanSpec) -> PinnedTable:
         table = self.open_table(spec.table.version)
-        if table.identity != spec.table:
-            raise StateMismatchError(
-                explain(
-                    "table differs: the version of that number holds other data",
-                    found=f"{self._recipe.table} version {table.version}, {table.identity.fingerprint}",
-                    expected=f"{spec.table.fingerprint}, as when the stream or its state was made",
-                    remedy="point the stream to the original table (a copied or moved one will do); "
-                    "if it was dropped and created anew, start a new run",
-                ),
-                "table",
-                spec.table,
-                table.identity,
-            )
+        check_identity(table, spec.table, self._recipe.table)
         return table
+
+
+def check_identity(table: PinnedTable, expected: TableIdentity, ref: TableRef) -> None:
+    """Raises StateMismatchError if a version that was opened is not the one that is meant."""
+    if table.identity != expected:
+        raise StateMismatchError(
+            explain(
+                "table differs: the version of that number holds other data",
+                found=f"{ref} version {table.version}, {table.identity.fingerprint}",
+                expected=f"{expected.fingerprint}, as when the stream or its state was made",
+                remedy="point the stream to the original table (a copied or moved one will do); "
+                "if it was dropped and created anew, start a new run",
+            ),
+            "table",
+            expected,
+            table.identity,
+        )
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:

@@ -69,6 +69,7 @@ class StreamingDataset(IterableDataset[Any]):
             whatever is skipped where. Without it each ends with its own splits.
         max_buffer_bytes: Most bytes of blocks held or asked for.
         prefetch: Where prefetchers run, if there are any; see ``StreamingDataLoader``.
+        allow_changes: Fields in which this dataset differs from a loaded state on purpose, e.g. ``("filter",)``.
 
     Raises:
         ConfigError: An argument cannot work; a ``ValueError``.
@@ -106,6 +107,7 @@ class StreamingDataset(IterableDataset[Any]):
         coordinator: Any = None,
         max_buffer_bytes: int = 256 * MIB,
         prefetch: PrefetchConfig | None = None,
+        allow_changes: Sequence[str] = (),
     ) -> None:
         super().__init__()
         require_int("world_size", world_size, minimum=1, remedy="pass the number of ranks")
@@ -156,6 +158,7 @@ class StreamingDataset(IterableDataset[Any]):
             global_batch_size=spec.num_splits,
             seed_given=shuffle_seed is not None,
             prefetch=prefetch or PrefetchConfig(max_buffer_bytes=max_buffer_bytes),
+            allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
         )
         self._epoch_given = epoch
         self._worker_info_override = worker_info_override
@@ -281,8 +284,11 @@ class StreamingDataset(IterableDataset[Any]):
         Raises:
             StateError: It is damaged, or was taken within a cycle and this is one of several ranks.
             StateMismatchError: It belongs to other data; the message names the field and the remedy.
+            TableVersionError: The table version it was taken from is gone.
         """
         loaded = StreamState.from_dict(state, of=self._rows.provenance)
+        if "table" not in self._rows.config.allow_changes:
+            self._source.check_table(loaded.provenance.table)
         self._rows.load(loaded, epoch_given=self._epoch_given)
 
     @staticmethod

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 _EPOCH_FACTOR: Final = 100_003  # how lancedb.streaming derives an epoch's seed from the first
 _MEMORY_VARIABLE: Final = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
 _BYTES_PER_ROW: Final = 1024  # far more than the builder's sort needs; its default of 100 MB fails at 3M rows
+_LEAST_BUILDER_BYTES: Final = 1 << 30
+_environment = threading.Lock()  # the builder reads its limit from the environment at every build
 _MAX_BUILDER_SEED: Final = 2**64 - 1
 
 
@@ -61,11 +66,26 @@ def _permuted(spec: PlanSpec, table: PinnedTable, ref: TableRef) -> Any:
                 remedy="pass a smaller seed, or order='feistel'",
             )
         )
-    limit = str(max(1 << 30, table.num_rows * _BYTES_PER_ROW))
-    os.environ.setdefault(_MEMORY_VARIABLE, limit)  # read at every build
     builder = permutation_builder(ref.open_lancedb(table.version))
     if order.filter is not None:
         builder = builder.filter(order.filter)
     clump = None if order.shuffle_clump_size == 1 else order.shuffle_clump_size
-    built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
+    with _builder_memory(table.num_rows * _BYTES_PER_ROW):
+        built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
     return built.to_arrow().column("row_id").to_numpy()
+
+
+@contextlib.contextmanager
+def _builder_memory(num_bytes: int) -> Iterator[None]:
+    """Lets the permutation builder use so much memory, or what the user has set if that is more."""
+    with _environment:
+        before = os.environ.get(_MEMORY_VARIABLE)
+        allowed = int(before) if before is not None and before.isdigit() else 0
+        os.environ[_MEMORY_VARIABLE] = str(max(allowed, num_bytes, _LEAST_BUILDER_BYTES))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_MEMORY_VARIABLE]
+            else:
+                os.environ[_MEMORY_VARIABLE] = before

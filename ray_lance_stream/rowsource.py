@@ -6,10 +6,11 @@ import os
 import weakref
 from typing import Any
 
-from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.block import BlockRecipe, check_identity
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.local import LocalSource
+from ray_lance_stream.plan import TableIdentity
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.topology import Seat
 
@@ -55,6 +56,11 @@ class RowSource:
         if count != self.num_prefetchers:
             self.close()
             self.num_prefetchers = count
+
+    def check_table(self, identity: TableIdentity) -> None:
+        """Raises StateMismatchError or TableVersionError if the table does not have this version, or another one."""
+        if identity != self._config.identity:
+            check_identity(self._recipe.table.open(identity.version), identity, self._recipe.table)
 
     def open(self) -> BlockSource:
         """Returns the source."""

@@ -96,7 +96,8 @@ class RowStream:
             )
         cursor = RowCursor.at(state, self.owned)
         self.drop_reader()
-        self.provenance = replace(state.provenance, order=order)
+        keeps_table = "table" not in config.allow_changes
+        self.provenance = Provenance(table=state.provenance.table if keeps_table else config.identity, order=order)
         self.cursor = cursor
         self._handle = None
 
