@@ -173,3 +173,15 @@ def two_streams(config: dict[str, Any]) -> None:
                 save_state(directory)  # for loops whose own callbacks report
                 ray.train.report({"x": 1}, Checkpoint.from_directory(directory))
             break
+
+
+class FailOn:
+    """A transform that fails on batches with certain ids, so that only smaller parts tell which."""
+
+    def __init__(self, bad: list[int]) -> None:
+        self.bad = frozenset(bad)
+
+    def __call__(self, batch: Any) -> Any:
+        if found := self.bad & set(batch["id"].to_pylist()):
+            raise ValueError(f"bad rows {sorted(found)}")
+        return {"id": batch["id"]}

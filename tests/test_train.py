@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import ray
 import ray.train
-from loops import loop, lose_the_manager, report_apart, report_without_us, two_streams
+from loops import FailOn, loop, lose_the_manager, report_apart, report_without_us, two_streams
 from ray.train import Checkpoint
 from runs import delivered, fit, is_running, named_actors, read_log, reference, wait_until
 
@@ -70,6 +70,22 @@ def test_ordered_global_batches_are_equal_at_any_world_size(uri: str, tmp_path: 
     # Nobody closes anything: the run has ended, so its actors do.
     pids = next(entry["prefetchers"] for entry in entries if "start" in entry)
     wait_until(lambda: not named_actors(stream) and not any(map(is_running, pids)), 30, "everything has ended")
+
+
+@slow
+def test_all_ranks_end_alike_where_rows_are_skipped_and_the_manager_dies(uri: str, tmp_path: Path) -> None:
+    bad = [*range(170, 230, 3), *range(270, 285)]  # unshuffled: most of the last splits, which the last rank owns
+    stream = make_stream(uri, shuffle=False, on_transform_error="skip", transform=FailOn(bad))
+    faults = [[0, 1, 0, "manager"], [1, 1, 2, "manager+prefetcher"], [1, 2, 1, "worker"]]
+    fit(loop, {"train": stream}, 3, tmp_path, max_failures=2, report_at=[[0, 1], [1, 1]], faults=faults)
+    entries = read_log(tmp_path)
+    expected = reference(stream, 2)
+    assert delivered(entries) == expected
+    assert [at for at in expected if at[0] == 0] == [(0, 1), (0, 2)], "split 11 has 24 - 15 rows left: two steps"
+    last = [entry["at"] for entry in entries if "at" in entry and entry["at"][0] == 1]
+    assert max(last) == [1, 2], "no rank was handed a step beyond the common end"
+    starts = [entry["start"] for entry in entries if "start" in entry]
+    assert starts[-1] == [1, 1]
 
 
 def test_a_failed_worker_restarts_and_the_stream_goes_on(uri: str, tmp_path: Path) -> None:
