@@ -111,6 +111,7 @@ class StreamingDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         require_int("world_size", world_size, minimum=1, remedy="pass the number of ranks")
+        require_int("rank", rank, minimum=0, maximum=world_size - 1, remedy="pass this rank's index")
         require_int("epoch", epoch, minimum=0, remedy="count epochs from 0")
         require_int("read_batch_size", read_batch_size, minimum=1, remedy="pass 64")
         threads = (os.cpu_count() or 1) if transform_parallelism is None else transform_parallelism

@@ -203,7 +203,7 @@ class TableRef:
                 f"table {self.name!r} does not exist",
                 found=f"these tables in {self.uri}: {listed(names)}",
                 expected="the name of one of them",
-                remedy=f"did you mean {' or '.join(near)}?" if near else "check uri and the table's name",
+                remedy=f"did you mean {' or '.join(map(repr, near))}" if near else "check uri and the table's name",
             )
         )
 

@@ -98,11 +98,11 @@ class StreamState:
         Raises:
             StateError: It is not a state, is damaged, or carries no provenance.
         """
-        if not isinstance(state, Mapping):
+        if not isinstance(state, Mapping) or not state:
             raise StateError(
                 explain(
                     "this is not a stream state",
-                    found=f"a {type(state).__name__}",
+                    found=f"a {type(state).__name__}" if not isinstance(state, Mapping) else "an empty dict",
                     expected="the dict that state_dict() returned",
                     remedy="pass that dict, or the path of a checkpoint",
                 )
@@ -227,7 +227,7 @@ def reconcile(
             continue
         can_override = name in OVERRIDABLE_FIELDS
         remedy = f"build the stream with {name}={was!r}" + (
-            f", or pass allow_changes=({name!r},) if another order from here on is what you want"
+            f", or build it with allow_changes=({name!r},) if another order from here on is what you want"
             if can_override
             else ""
         )

@@ -229,6 +229,8 @@ class LanceStream:
             ConfigError: More replicas than splits, a rank out of range.
             PlacementError: No prefetcher could be placed.
         """
+        require_int("world_size", world_size, minimum=1, remedy="pass the number of replicas")
+        require_int("rank", rank, minimum=0, maximum=world_size - 1, remedy="pass this replica's index")
         seat = Seat(
             name=name, replica=Replica(dp_rank=rank, dp_size=world_size), world_rank=rank, world_size=world_size
         )

@@ -25,6 +25,7 @@ _FRAGMENT_READERS: Final = 16
 _VOLATILE: Final = re.compile(
     r"\b(random|rand|uuid|now|current_date|current_time|current_timestamp|today)\s*\(", re.IGNORECASE
 )
+_RUST_PLACE: Final = re.compile(r",? /[\w./@-]+\.rs:\d+:\d+")  # where Lance's own source raised
 _SHOWN: Final = 20  # names or version ranges listed in a message
 
 
@@ -170,7 +171,7 @@ class PinnedTable:
         return ConfigError(
             explain(
                 f"filter {filter!r} does not work on table {self._ref.name!r}",
-                found=self._ref.without_secrets(str(error)),
+                found=_RUST_PLACE.sub("", self._ref.without_secrets(str(error))),
                 expected=f"a SQL condition on the columns {listed(self.schema.names)}",
                 remedy="correct the filter",
             )
@@ -291,10 +292,12 @@ class PinnedTable:
             near = [n for c in unknown for n in difflib.get_close_matches(c, self._paths)]
             raise ConfigError(
                 explain(
-                    f"columns do not exist in {self!r}" if unknown else "columns are empty or named twice",
+                    f"columns do not exist in table {self._ref.name!r}, version {self.version}"
+                    if unknown
+                    else "columns are empty or named twice",
                     found=listed([repr(column) for column in unknown or columns]),
                     expected=f"some of {listed(self._paths)}, each once",
-                    remedy=f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else "correct columns",
+                    remedy=f"did you mean {' or '.join(map(repr, dict.fromkeys(near)))}" if near else "correct columns",
                 )
             )
         return list(columns)

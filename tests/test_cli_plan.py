@@ -224,7 +224,7 @@ def test_the_text(tmp_path: Any) -> None:
         (("--global-batch-size", 8, "--world-size", 3, "--micro-batch-size", 1), "pass micro_batch_size=2 or more"),
         (("--global-batch-size", 8, "--shuffle-clump-size", 0), "shuffle_clump_size is not valid"),
         (("--global-batch-size", 8, "--max-buffer-bytes", 0), "max_buffer_bytes is not valid"),
-        (("--global-batch-size", 8, "--columns", "idd"), "did you mean id"),
+        (("--global-batch-size", 8, "--columns", "idd"), "did you mean 'id'"),
         (("--global-batch-size", 64, "--drop-last"), "drop_last leaves no step"),
     ],
 )

@@ -97,7 +97,7 @@ def test_missing_database_and_table(tmp_path: Path) -> None:
         TableRef(uri=str(tmp_path / "nowhere"), name="t").open()
     assert not (tmp_path / "nowhere").exists()
     write(tmp_path, rows_from(0, 3), "images")
-    with pytest.raises(ConfigError, match=r"'image'.*images.*did you mean images"):
+    with pytest.raises(ConfigError, match=r"'image'.*images.*did you mean 'images'"):
         TableRef(uri=str(tmp_path), name="image").open()
 
 
@@ -342,7 +342,7 @@ def test_take_keeps_order_and_repeats(table: PinnedTable, columns: list[str] | N
 
 
 def test_take_refuses_what_is_not_there(table: PinnedTable) -> None:
-    with pytest.raises(ConfigError, match=r"'vectr'.*id, text, vector.*did you mean vector"):
+    with pytest.raises(ConfigError, match=r"'vectr'.*id, text, vector.*did you mean 'vector'"):
         table.take(ints(0), ["id", "vectr"])
     for columns in ([], ["id", "id"]):
         with pytest.raises(ConfigError, match="columns are empty or named twice"):
@@ -360,7 +360,7 @@ def test_nested_columns(tmp_path: Path) -> None:
     taken = table.take(ints(2, 1, 2), ["s.deep.z", "id", "s.x"])
     assert taken.to_pydict() == {"s.deep.z": [None, "2", None], "id": [3, 2, 3], "s.x": [None, 2, None]}
     assert table.take(ints(), ["s.x"]).schema.names == ["s.x"]
-    with pytest.raises(ConfigError, match=r"did you mean s\.x"):
+    with pytest.raises(ConfigError, match=r"did you mean 's\.x'"):
         table.take(ints(0), ["s.xx"])
 
 
