@@ -54,14 +54,11 @@ class Progress:
             thread.join()
 
     def _show(self, starting: str, start: int, done: threading.Event) -> None:
-        began = told = time.monotonic()
-        first_at, first = (
-            began,
-            None,
-        )  # rate and time left count from the first step, not from the start of Ray's workers
-        with tqdm(total=self.total, initial=start, unit="step", smoothing=0, disable=not _has_bar()) as bar:
-            bar.set_description(starting)
-            if bar.disable:
+        began = told = first_at = time.monotonic()
+        first: int | None = None  # the first step seen: rates count from there, not from the start of the workers
+        has_bar = _has_bar()
+        with tqdm(total=self.total, initial=start, desc=starting, unit="step", smoothing=0, disable=not has_bar) as bar:
+            if not has_bar:
                 say(f"{starting} ...")
             ended = False
             while not ended:
@@ -74,7 +71,7 @@ class Progress:
                 if n > start and first is None:
                     first_at, first = now, n
                     bar.start_t, bar.initial = time.time(), n
-                if not bar.disable:
+                if has_bar:
                     bar.n = n
                     bar.set_description(description)
                 elif ended or now - told >= _LINE_EVERY_S:

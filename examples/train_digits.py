@@ -233,7 +233,7 @@ def main() -> None:
     fail_at = [args.epochs // 3, args.checkpoint_every + 5]
     killed_at = progress.step_of_run(*fail_at)
     say(
-        f"On purpose, the worker of rank {before - 1} is going to be killed after step {killed_at} of {progress.total}. "
+        f"On purpose, the worker of rank {before - 1} will be killed after step {killed_at} of {progress.total}. "
         "Ray's message that a worker died is expected then."
     )
     with stream:
