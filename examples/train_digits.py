@@ -195,7 +195,7 @@ def main() -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = {"num_cpus": max(args.workers), **quiet} if args.address == "local" else {}
     say("starting Ray ...")
-    # Before any table is opened: Ray forks as it starts, which the threads of an open table do not survive.
+    # Before any table is opened: starting Ray forks, and Lance has threads from then on.
     ray.init(address=args.address, **local)
     write_table(uri, args.table)
     stream = LanceStream(
