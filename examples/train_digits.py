@@ -228,7 +228,8 @@ def main() -> None:
         ).fit()
 
     cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits
-    progress = Progress(stream, -(-cycles * args.num_splits // args.global_batch_size), args.epochs)
+    steps_per_epoch = -(-cycles * args.num_splits // args.global_batch_size)
+    progress = Progress(stream, steps_per_epoch, args.epochs)
     before, after = args.workers
     fail_at = [args.epochs // 3, args.checkpoint_every + 5]
     killed_at = progress.step_of_run(*fail_at)
@@ -256,6 +257,7 @@ def main() -> None:
     print(f"steps                {len(batches)}, of which {replayed} were run again after the failure")
     print(f"samples/s            {metrics['samples_per_s']:,.0f} (last world size)")
     print(f"waiting for data     {metrics['wait_share']:.1%} of the training loop's time")
+    print(f"                     (much of it for the first batch of each epoch, here every {steps_per_epoch} steps)")
     print(f"ordered ids          {'equal' if equal else 'NOT EQUAL'} to one uninterrupted reader's")
     print(f"test accuracy        {score:.1%}")
     print(f"time                 {time.perf_counter() - began:.0f} s")
