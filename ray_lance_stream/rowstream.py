@@ -168,7 +168,8 @@ class RowStream:
         if cursor.completed_cycles >= handle.num_rows // self.config.order.num_splits:
             return True
         reader = self.reader = self.reader or self._new_reader(source)
-        return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in enumerate(self.owned))
+        due = [(i, s) for i, s in enumerate(self.owned) if cursor.samples[s] == cursor.completed_cycles]
+        return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in due)
 
     def _next_epoch(self) -> None:
         self.drop_reader()

@@ -55,6 +55,7 @@ ORDER = (
     "reader",
     "survivors",
     "checkpoint",
+    "gathering",
     "position",
     "agreement",
     "link",
@@ -69,12 +70,18 @@ ORDER = (
     "cluster.leases",
     "cluster.placement",
     "cluster.prefetcher",
+    "cluster.answers",
+    "cluster.cuts",
+    "cluster.examiner",
     "cluster.coordinator",
     "cluster.manager",
+    "cluster.pool",
+    "cluster.requests",
     "cluster.source",
     "cluster.session",
     "rowsource",
     "dataset",
+    "loader",
     "trainlink",
     "saving",
     "train",
@@ -117,7 +124,7 @@ RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and clu
 TORCH_MODULES = ("dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
-LANCE_MODULES = {"rownumbers", "table", "location", "rowlists", "block", "local", "rowsource", "dataset"}
+LANCE_MODULES = {"rownumbers", "table", "location", "rowlists", "block", "local", "rowsource", "dataset", "loader"}
 HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
 
 # Imports against the order, with the reason. Each must still exist, and must not be at module level.
