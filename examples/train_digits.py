@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,25 @@ import pyarrow as pa
 import ray
 import ray.train.torch
 import torch
+from progress import Progress, say
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from sklearn.datasets import load_digits
 from torch import nn
-from tqdm import tqdm
 
 from ray_lance_stream import LanceStream, StreamDataConfig, TransformContext, report
 
 
 def write_table(uri: str, name: str) -> None:
-    """Writes id, image (64 values from 0 to 1), label and is_train; every fifth digit is kept for the test."""
+    """Writes id, image (64 values from 0 to 1), label and is_train; every fifth digit is kept for the test.
+
+    A table of that name that is there already is left as it is.
+    """
     digits = load_digits()
     ids = np.arange(len(digits.target))
     images = pa.FixedSizeListArray.from_arrays(pa.array((digits.data / 16).astype(np.float32).ravel()), 64)
     columns = {"id": ids, "image": images, "label": digits.target, "is_train": ids % 5 != 0}
-    lancedb.connect(uri).create_table(name, pa.table(columns), mode="overwrite")
+    lancedb.connect(uri).create_table(name, pa.table(columns), exist_ok=True)
 
 
 def augment(batch: pa.RecordBatch, ctx: TransformContext) -> dict[str, Any]:
@@ -105,8 +108,8 @@ def train_loop(config: dict[str, Any]) -> None:
                 if shard.step % config["checkpoint_every"] == 0:
                     save(net, optimizer, {"epoch": epoch, "step": shard.step}, rank)
     stats = shard.stats()
-    metrics = {"wait_share": stats.wait_share, "samples_per_s": world * stats.rows / (stats.wait_s + stats.train_s)}
-    save(net, optimizer, metrics, rank)
+    speed = {"wait_share": stats.wait_share, "samples_per_s": world * stats.rows / (stats.wait_s + stats.train_s)}
+    save(net, optimizer, {"epoch": shard.epoch, "step": shard.step, **speed}, rank)
 
 
 def save(net: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, Any], rank: int) -> None:
@@ -118,27 +121,12 @@ def save(net: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, An
         report(metrics, checkpoint)
 
 
-@contextmanager
-def progress_bar(stream: LanceStream, steps_per_epoch: int, epochs: int) -> Iterator[None]:
-    """Shows where the run stands, asked of its state manager; silent where the output is no terminal."""
-    done = threading.Event()
-
-    def show() -> None:
-        with tqdm(total=epochs * steps_per_epoch, unit="step", disable=None) as bar:
-            while not done.wait(0.5):
-                for run in stream.where():
-                    epoch, step = run.epoch_and_step
-                    bar.set_description(f"epoch {epoch}, {run.world_size} workers")
-                    bar.n = epoch * steps_per_epoch + step
-                    bar.refresh()
-
-    thread = threading.Thread(target=show)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def last_step(run: Path, progress: Progress) -> int:
+    """Returns the step of the run's last checkpoint, from which the next ``fit()`` of the same name goes on."""
+    if not list(run.glob("checkpoint_*")):
+        return 0
+    metrics = ray.train.Result.from_path(run).metrics or {}
+    return progress.step_of_run(metrics["epoch"], metrics["step"])
 
 
 def logged_batches(log_dir: Path) -> tuple[dict[tuple[int, int], list[int]], list[int], int]:
@@ -203,8 +191,11 @@ def main() -> None:
     uri = args.uri or str(output / "db")
 
     began = time.perf_counter()
-    # A CPU for each trainer; prefetchers reserve none by default.
-    local = {"num_cpus": max(args.workers), "log_to_driver": False} if args.address == "local" else {}
+    # A CPU for each trainer; prefetchers reserve none by default. Of Ray's own messages here only errors are shown.
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    local = {"num_cpus": max(args.workers), **quiet} if args.address == "local" else {}
+    say("starting Ray ...")
+    # Before any table is opened: starting Ray forks, and Lance has threads from then on.
     ray.init(address=args.address, **local)
     write_table(uri, args.table)
     stream = LanceStream(
@@ -237,12 +228,25 @@ def main() -> None:
         ).fit()
 
     cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits
-    with stream, progress_bar(stream, -(-cycles * args.num_splits // args.global_batch_size), args.epochs):
+    steps_per_epoch = -(-cycles * args.num_splits // args.global_batch_size)
+    progress = Progress(stream, steps_per_epoch, args.epochs)
+    before, after = args.workers
+    fail_at = [args.epochs // 3, args.checkpoint_every + 5]
+    killed_at = progress.step_of_run(*fail_at)
+    say(
+        f"On purpose, the worker of rank {before - 1} will be killed after step {killed_at} of {progress.total}. "
+        "Ray's message that a worker died is expected then."
+    )
+    with stream:
         try:
-            fit(args.workers[0], fail_at=[args.epochs // 3, args.checkpoint_every + 5])
+            with progress.part(f"starting {before} workers"):
+                fit(before, fail_at)
         except ray.train.TrainingFailedError as error:
-            print(f"\nThe run broke off: {type(error).__name__}. Again, with {args.workers[1]} workers.\n")
-        result = fit(args.workers[1], fail_at=None)
+            stream.close()  # what is left of the first run; without this it would end by itself
+            say(f"\nThe run broke off: {type(error).__name__}. It goes on with {after} workers.\n")
+        step = last_step(output / "runs" / "digits", progress)
+        with progress.part(f"resuming from step {step} with {after} workers", step):
+            result = fit(after, fail_at=None)
     ray.shutdown()
 
     batches, worlds, replayed = logged_batches(output / "ids")
@@ -253,9 +257,13 @@ def main() -> None:
     print(f"steps                {len(batches)}, of which {replayed} were run again after the failure")
     print(f"samples/s            {metrics['samples_per_s']:,.0f} (last world size)")
     print(f"waiting for data     {metrics['wait_share']:.1%} of the training loop's time")
+    print(f"                     (much of it for the first batch of each epoch, here every {steps_per_epoch} steps)")
     print(f"ordered ids          {'equal' if equal else 'NOT EQUAL'} to one uninterrupted reader's")
     print(f"test accuracy        {score:.1%}")
     print(f"time                 {time.perf_counter() - began:.0f} s")
+    print(f"table                {uri}")
+    print(f"checkpoints          {output / 'runs' / 'digits'}")
+    print(f"ids of each step     {output / 'ids'}")
     if not equal or score < 0.97:
         sys.exit(1)
 
