@@ -14,7 +14,8 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain, shown
-from ray_lance_stream.state import Provenance, StreamState, merge_states
+from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.state import StreamState, merge_states
 
 logger = logging.getLogger("ray_lance_stream")
 

@@ -13,12 +13,13 @@ from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import StateError, StateMismatchError, explain
 from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.provenance import Provenance, reconcile
 from ray_lance_stream.reader import ReadAhead
 from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.rowcursor import RowCursor
 from ray_lance_stream.sifting import SkipLog
 from ray_lance_stream.source import BlockSource
-from ray_lance_stream.state import Provenance, StreamState, reconcile
+from ray_lance_stream.state import StreamState
 from ray_lance_stream.survivors import SurvivorReader
 
 _ROWS_AT_ONCE: Final = 1024  # rows made into objects together

@@ -30,6 +30,7 @@ ORDER = (
     "packspec",
     "packstate",
     "packing",
+    "provenance",
     "state",
     "rowcursor",
     # Lance rows to Arrow blocks.
@@ -99,7 +100,19 @@ ORDER = (
     "cli.__main__",
     "__init__",
 )
-PURE = ("errors", "permutation", "plan", "topology", "counts", "packspec", "packstate", "packing", "state", "rowcursor")
+PURE = (
+    "errors",
+    "permutation",
+    "plan",
+    "topology",
+    "counts",
+    "packspec",
+    "packstate",
+    "packing",
+    "provenance",
+    "state",
+    "rowcursor",
+)
 ROWS_TO_BLOCKS = (
     "request",
     "sifting",
