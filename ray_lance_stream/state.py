@@ -72,26 +72,30 @@ class StreamState:
     def to_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Returns plain JSON types; counts as lists like LanceDB's, or in the compact form."""
         order = self.provenance.order
-        saved = {
+        if self.packed is None:
+            place: dict[str, Any] = {_POSITIONS: self.positions.to_json() if compact else self.positions.to_list()}
+        else:
+            place = self._packed_to_dict(compact)
+        return {
             _FORMAT: STATE_FORMAT,
             _SEED: order.shuffle_seed,
             _SPLITS: order.num_splits,
             _EPOCH: self.epoch,
             _SAMPLES: self.samples.to_json() if compact else self.samples.to_list(),
+            **place,
             _PROVENANCE: self.provenance.to_dict(),
         }
-        if self.packed is not None:
-            return saved | self._packed_to_dict(compact)
-        return saved | {_POSITIONS: self.positions.to_json() if compact else self.positions.to_list()}
 
     def _packed_to_dict(self, compact: bool) -> dict[str, Any]:
         assert self.packed is not None
         assert self.provenance.packing is not None
         theirs = cursors_to_lancedb(self.packed)
-        emitted = SplitCounts.of(theirs[_EMITTED])
+        emitted, buffers = SplitCounts.of(theirs[_EMITTED]), theirs[_BUFFERS]
+        if compact:  # else as LanceDB's: one for every split that was begun
+            buffers = {split: buffer for split, buffer in buffers.items() if buffer["tokens"]}
         return packing_to_dict(self.provenance.packing) | {
             _EMITTED: emitted.to_json() if compact else emitted.to_list(),
-            _BUFFERS: {str(s): b for s, b in theirs[_BUFFERS].items() if b["tokens"] or not compact},
+            _BUFFERS: {str(split): buffer for split, buffer in buffers.items() if self.packed[split].blocks},
         }
 
     @classmethod
