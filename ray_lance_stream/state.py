@@ -91,11 +91,13 @@ class StreamState:
         assert self.provenance.packing is not None
         theirs = cursors_to_lancedb(self.packed)
         emitted, buffers = SplitCounts.of(theirs[_EMITTED]), theirs[_BUFFERS]
-        if compact:  # else as LanceDB's: one for every split that was begun
-            buffers = {split: buffer for split, buffer in buffers.items() if buffer["tokens"]}
+        # As LanceDB's: one for every split that was begun.
+        begun = {split for split, at in enumerate(self.packed) if at.buffer.tokens or (at.blocks and not compact)}
         return packing_to_dict(self.provenance.packing) | {
             _EMITTED: emitted.to_json() if compact else emitted.to_list(),
-            _BUFFERS: {str(split): buffer for split, buffer in buffers.items() if self.packed[split].blocks},
+            _BUFFERS: {
+                str(split): buffer for split, buffer in buffers.items() if self.packed[split].blocks or buffer["tokens"]
+            },
         }
 
     @classmethod
