@@ -95,9 +95,7 @@ class StreamState:
         begun = {split for split, at in enumerate(self.packed) if at.buffer.tokens or (at.blocks and not compact)}
         return packing_to_dict(self.provenance.packing) | {
             _EMITTED: emitted.to_json() if compact else emitted.to_list(),
-            _BUFFERS: {
-                str(split): buffer for split, buffer in buffers.items() if self.packed[split].blocks or buffer["tokens"]
-            },
+            _BUFFERS: {str(split): buffer for split, buffer in buffers.items() if split in begun},
         }
 
     @classmethod
