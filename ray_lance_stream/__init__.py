@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         TableVersionError,
         TransformError,
     )
+    from ray_lance_stream.gathering import gather_state_dict, load_rank_states, save_rank_state
+    from ray_lance_stream.loader import StreamingDataLoader
     from ray_lance_stream.saving import report, save_state
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.sifting import ReplaceRow, SkippedRow
@@ -57,12 +59,16 @@ _HOME = {
     "StreamClosedError": "errors",
     "StreamDataConfig": "train",
     "StreamShard": "shard",
+    "StreamingDataLoader": "loader",
     "StreamingDataset": "dataset",
     "TableVersionError": "errors",
     "TransformContext": "transform",
     "TransformError": "errors",
+    "gather_state_dict": "gathering",
+    "load_rank_states": "gathering",
     "merge_state_dicts": "state",
     "report": "saving",
+    "save_rank_state": "gathering",
     "save_state": "saving",
 }
 
@@ -85,12 +91,16 @@ __all__ = [
     "StreamClosedError",
     "StreamDataConfig",
     "StreamShard",
+    "StreamingDataLoader",
     "StreamingDataset",
     "TableVersionError",
     "TransformContext",
     "TransformError",
+    "gather_state_dict",
+    "load_rank_states",
     "merge_state_dicts",
     "report",
+    "save_rank_state",
     "save_state",
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -150,18 +150,19 @@ def _damaged(path: str, found: str) -> StateError:
     )
 
 
-def resume_states(resume_from: object, on_missing_state: str, *, of: Provenance) -> Streams | None:
+def resume_states(resume_from: object, on_missing_state: str, *, of: Callable[[], Provenance]) -> Streams | None:
     """Reads a stream's ``resume_from`` on the driver, so that a bad one fails there and workers need no access to it.
 
     Args:
         resume_from: A checkpoint's path or URI, a ``ray.train.Checkpoint``, a state dict, or None.
         on_missing_state: "error", or "restart": None for a checkpoint without our file.
-        of: What a state of ``lancedb.streaming``, which does not say it, is taken to belong to.
+        of: Returns what a state of ``lancedb.streaming``, which does not say it, is taken to belong to.
     """
     if resume_from is None:
         return None
     if isinstance(resume_from, Mapping):
-        return _AnyName({"": StreamState.from_dict(resume_from, of=of)})
+        is_foreign = "provenance" not in resume_from
+        return _AnyName({"": StreamState.from_dict(resume_from, of=of() if is_foreign else None)})
     if isinstance(resume_from, (str, Path)):
         filesystem, path = locate(resume_from)
     elif hasattr(resume_from, "filesystem") and hasattr(resume_from, "path"):

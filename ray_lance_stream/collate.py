@@ -236,18 +236,30 @@ def to_arrow(parts: Sequence[pa.Table], *, copy: bool = True) -> pa.Table:
 def to_pandas(parts: Sequence[pa.Table]) -> Any:
     """Returns consecutive table slices as one ``pandas.DataFrame`` that owns its memory.
 
-    Rows of fixed shape, and lists of numbers, are object columns of arrays. All else, nulls in integer
-    columns included, is what ``pyarrow.Table.to_pandas`` makes of it.
+    Rows of fixed shape, and lists of numbers, are object columns of arrays; integer and boolean columns with nulls
+    have pandas' nullable types, which keep every digit. All else is what ``pyarrow.Table.to_pandas`` makes of it.
     """
     layouts = layouts_of(parts)
     table = pa.concat_tables(parts)
     scalars_with_nulls = {name for name in table.column_names if table.column(name).null_count}
     scalars_with_nulls -= {layout.name for layout in layouts if layout.kind == "ragged" or layout.shape}
     arrays = [layout.name for layout in layouts if layout.is_tensor and layout.name not in scalars_with_nulls]
-    frame = table.drop_columns(arrays).to_pandas().copy()  # a copy, since single columns come as views
+    # A copy, since single columns come as views.
+    frame = table.drop_columns(arrays).to_pandas(types_mapper=_nullable_dtype).copy()
     for name, array in to_numpy([part.select(arrays) for part in parts]).items():
         frame[name] = list(array) if array.ndim > 1 else array
     return frame[table.column_names]
+
+
+def _nullable_dtype(kind: pa.DataType) -> Any:
+    """Returns pandas' type for integers or booleans that may be null; None for all others."""
+    import pandas as pd
+
+    if pa.types.is_boolean(kind):
+        return pd.BooleanDtype()
+    if pa.types.is_integer(kind):
+        return pd.api.types.pandas_dtype(str(kind).replace("uint", "UInt").replace("int", "Int"))
+    return None
 
 
 def move(batch: Any, device: str | torch.device | None) -> Any:

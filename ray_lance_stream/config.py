@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -51,11 +52,15 @@ class PrefetchConfig:
 
     def __post_init__(self) -> None:
         require_int("num_actors", self.num_actors, minimum=1, remedy="pass 1 or more prefetchers")
-        require_int("max_buffer_bytes", self.max_buffer_bytes, minimum=1, remedy="pass a number of bytes")
-        require_int("block_bytes", self.block_bytes, minimum=1, remedy="pass a number of bytes")
+        for name in ("max_buffer_bytes", "block_bytes"):
+            require_int(name, getattr(self, name), minimum=1, maximum=2**62, remedy="pass a number of bytes")
         _require_number("num_cpus", self.num_cpus, least=0)
         for name in ("placement_timeout_s", "idle_timeout_s", "retry_window_s"):
             _require_number(name, getattr(self, name), least=0.1)
+        _require_mapping("resources", self.resources, "amounts by name", lambda v: _is_number(v) and v >= 0)
+        _require_mapping("label_selector", self.label_selector, "strings by label", lambda v: isinstance(v, str))
+        if self.runtime_env is not None:
+            _require_mapping("runtime_env", self.runtime_env, "fields of a Ray runtime environment", lambda _: True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +120,22 @@ class StreamConfig:
         )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require_mapping(name: str, value: object, expected: str, is_valid: Callable[[Any], bool]) -> None:
+    if isinstance(value, Mapping) and all(isinstance(key, str) and is_valid(item) for key, item in value.items()):
+        return
+    # Only the type of a foreign value: a runtime environment may hold credentials.
+    found = f"a {type(value).__name__}" + ("" if not isinstance(value, Mapping) else f" with keys {list(value)}")
+    raise ConfigError(
+        explain(f"{name} is not valid", found=found, expected=f"a dict of {expected}", remedy="pass a dict")
+    )
+
+
 def _require_number(name: str, value: object, *, least: float) -> None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least:
+    if _is_number(value) and value >= least:  # type: ignore[operator]
         return
     raise ConfigError(
         explain(f"{name} is not valid", found=repr(value), expected=f"a number >= {least}", remedy="pass one")

@@ -28,7 +28,7 @@ from ray_lance_stream.state import StreamState, merge_state_dicts
 from ray_lance_stream.tokens import packing_transform, with_estimate
 from ray_lance_stream.topology import Replica
 from ray_lance_stream.transform import RowTransform, Transform, UserError
-from ray_lance_stream.userplan import order_spec, read_plan
+from ray_lance_stream.userplan import column_names, order_spec, read_plan
 
 logger = logging.getLogger("ray_lance_stream")
 _told: set[str] = set()  # knobs without use that this process has been told of
@@ -161,7 +161,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._owned = self._replica.owned_splits(spec.num_splits)
         ref = TableRef.of(table, connection_factory)
         opened = ref.open(getattr(table, "version", None) if user_plan is None else user_plan.base_version)
-        names = None if columns is None else tuple(columns)
+        names = column_names(columns)
         opened.check_columns(names)
         rows = opened.num_rows if filter is None else opened.count_rows(filter)
         if user_plan is None:
@@ -231,7 +231,8 @@ class StreamingDataset(IterableDataset[Any]):
         Raises:
             ConfigError: Ray is not running, and ``world_size`` is not 1.
         """
-        self._rows.drop_reader()
+        if count != self._source.num_prefetchers:
+            self._rows.drop_reader()
         self._source.use_prefetchers(count, self.world_size)
 
     def close(self) -> None:

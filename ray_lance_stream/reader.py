@@ -15,6 +15,7 @@ from ray_lance_stream.source import BlockSource
 
 _FIRST_BLOCK_BYTES: Final = 128 * 1024  # or one step, if that is no more than a small block
 _SMALL_BLOCK_BYTES: Final = 512 * 1024  # a tight budget makes blocks no smaller than this
+_FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
 _GROWTH: Final = 2  # each block may be this many times the size of the one before
 
 
@@ -136,7 +137,23 @@ class BlockReader:
     def _wait(self, wanted: Flight) -> pa.Table:
         for block in self._dispatcher.wait(wanted, self._blocks):
             self._any_arrived = True
-            # Later estimates follow what rows really weigh, so that the budget holds for skewed data.
-            self._bytes_per_cycle = max(1.0, block.num_bytes / (block.ranges.stop - block.ranges.start))
+            self._weigh(block, wanted)
         table: pa.Table = wanted.block
         return table
+
+    def _weigh(self, block: Flight, wanted: Flight) -> None:
+        """Lets estimates follow what rows really weigh; what then turns out to be too much is given up again."""
+        weight = block.num_bytes / (block.ranges.stop - block.ranges.start)
+        grown = weight > self._bytes_per_cycle
+        # Falls slowly: where heavy rows have come, more of them may.
+        self._bytes_per_cycle = max(1.0, weight, self._bytes_per_cycle * _FALL)
+        if not grown:
+            return
+        for other in self._blocks:
+            if not other.settled:
+                other.num_bytes = (other.ranges.stop - other.ranges.start) * self._bytes_per_cycle
+        while (last := self._blocks[-1]) is not wanted and not last.settled:
+            if last.ranges.start <= wanted.ranges.stop or self.buffered_bytes <= self._read_ahead.max_bytes:
+                return
+            last.future.cancel()
+            self._next_cycle = self._blocks.pop().ranges.start

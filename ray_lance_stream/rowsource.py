@@ -27,7 +27,7 @@ class RowSource:
         self._config = config
         self._recipe = recipe
         self._num_threads = num_threads
-        self._num_prefetchers = 0
+        self.num_prefetchers = 0
         self._opened: tuple[int, BlockSource, Any] | None = None  # by this process; its source, and its link
 
     def __getstate__(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class RowSource:
     @property
     def is_local(self) -> bool:
         """Whether blocks are built in this process."""
-        return not self._num_prefetchers
+        return not self.num_prefetchers
 
     @property
     def rows_in_transform(self) -> int:
@@ -52,15 +52,15 @@ class RowSource:
         """
         if count > 0:
             _join_ray(world_size)
-        if count != self._num_prefetchers:
+        if count != self.num_prefetchers:
             self.close()
-            self._num_prefetchers = count
+            self.num_prefetchers = count
 
     def open(self) -> BlockSource:
         """Returns the source."""
         if self._opened is not None and self._opened[0] == os.getpid():
             return self._opened[1]
-        if not self._num_prefetchers:
+        if not self.num_prefetchers:
             source: BlockSource = LocalSource(self._recipe, num_threads=self._num_threads)
             self._opened = (os.getpid(), source, None)
             return source
@@ -85,7 +85,7 @@ class RowSource:
         from ray_lance_stream.cluster.parcel import Parcel
         from ray_lance_stream.cluster.session import RayLink, start_session
 
-        prefetch: PrefetchConfig = dataclasses.replace(self._config.prefetch, num_actors=self._num_prefetchers)
+        prefetch: PrefetchConfig = dataclasses.replace(self._config.prefetch, num_actors=self.num_prefetchers)
         config = dataclasses.replace(self._config, prefetch=prefetch)
         dumps: Any = cloudpickle.dumps  # untyped
         session = start_session(config, Parcel.of(dumps(self._recipe)))

@@ -83,7 +83,8 @@ class RowStream(StreamBase[RowCursor]):
         if cursor.completed_cycles >= self._rows_per_split(source):
             return True
         reader = self._reading(source)
-        return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in enumerate(self.owned))
+        due = [(i, s) for i, s in enumerate(self.owned) if cursor.samples[s] == cursor.completed_cycles]
+        return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in due)
 
     def _reading(self, source: BlockSource) -> SurvivorReader:
         if self.reader is None:

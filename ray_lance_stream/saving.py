@@ -12,13 +12,14 @@ from typing import Any, Final
 
 import ray
 import ray.train
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.train import Checkpoint
 
 from ray_lance_stream.checkpoint import Streams, locate, write_streams
+from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.manager import Standing
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import ConfigError, LanceStreamError, StateError, explain
+from ray_lance_stream.errors import ConfigError, StateError, explain
 from ray_lance_stream.link import open_shards
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.trainlink import TrainLink, links, start_checkpoint
@@ -116,15 +117,12 @@ def _standing(shard: ShardCore) -> Standing:
 def _ask(link: TrainLink, standing: Standing | None, report: int | None) -> StreamState | None:
     """Asks the manager for the state all ranks agree on; waits for their reports if this is one."""
     manager = link.session.manager
-    try:
-        if report is not None:
-            return ray.get(manager.commit.remote(link.seat, report, standing))  # type: ignore[no-any-return]
-        if standing is None:
-            return None
-        return ray.get(manager.collect.remote(link.seat, standing, _COLLECT_TIMEOUT_S))  # type: ignore[no-any-return]
-    except RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        raise (cause if isinstance(cause, LanceStreamError) else error) from None
+    state: StreamState | None = None
+    if report is not None:
+        state = answer_of(manager.commit.remote(link.seat, report, standing))
+    elif standing is not None:
+        state = answer_of(manager.collect.remote(link.seat, standing, _COLLECT_TIMEOUT_S))
+    return state
 
 
 @dataclass

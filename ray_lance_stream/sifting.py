@@ -167,3 +167,21 @@ def gather(blocks: list[Sifted], which: IntArray, index: IntArray) -> pa.Table |
     if len(flat) and flat[-1] - flat[0] == len(flat) - 1 and bool(np.all(np.diff(flat) == 1)):
         return table.slice(int(flat[0]), len(flat))
     return table.take(flat)
+
+
+def joined(blocks: list[Any]) -> pa.Table | Sifted:
+    """Returns consecutive parts of a block (tables, or ``Sifted`` ones) as one."""
+    if isinstance(blocks[0], pa.Table):
+        return pa.concat_tables(blocks).combine_chunks()
+    parts: list[Sifted] = blocks
+    rows: list[Any] = [part.rows for part in parts]
+    return Sifted(
+        rows=[row for part in rows for row in part] if isinstance(rows[0], list) else pa.concat_tables(rows),
+        splits=np.concatenate([part.splits for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        nbytes=sum(part.nbytes for part in parts),
+        skipped=tuple(row for part in parts for row in part.skipped),
+        read_bytes=sum(part.read_bytes for part in parts),
+        take_s=sum(part.take_s for part in parts),
+        transform_s=sum(part.transform_s for part in parts),
+    )

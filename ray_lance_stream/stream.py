@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import pyarrow as pa
 from ray import cloudpickle
 
 from ray_lance_stream.agreement import agreement_of
-from ray_lance_stream.checkpoint import resume_states
+from ray_lance_stream.checkpoint import Streams, resume_states
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.plan import SplitLayout, require_int
@@ -24,7 +23,7 @@ from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
 from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Replica, Seat, StepPlan
-from ray_lance_stream.userplan import order_spec, read_plan
+from ray_lance_stream.userplan import column_names, order_spec, read_plan
 
 if TYPE_CHECKING:
     from ray_lance_stream.block import BlockRecipe
@@ -131,6 +130,7 @@ class LanceStream:
                     remedy="pass prefetch=PrefetchConfig(num_actors=...)",
                 )
             )
+        pinned_version = version
         if version is not None:
             require_int("version", version, minimum=1, remedy="pass a version of the table, or leave it out")
         # Imported here: Ray Train's controller unpickles streams, and has no use for Lance.
@@ -143,15 +143,20 @@ class LanceStream:
             storage_options=storage_options,
             connection_factory=connection_factory,
         )
-        opened = ref.open(user_plan.base_version if version is None and user_plan is not None else version)
+        if version is None and user_plan is not None:
+            version = user_plan.base_version
+        states = resume_states(
+            resume_from, on_missing_state, of=lambda: Provenance(table=ref.open(version).identity, order=spec)
+        )
+        opened = ref.open(version if "table" in allow_changes else _saved_version(version, states))
         recipe = BlockRecipe(
             table=ref.located(opened),
-            columns=_column_names(columns),
+            columns=column_names(columns),
             transform=_transform(transform),
             policy=None if policy.raises or transform is None else policy,
             plan=user_plan,
         )
-        opened.take(np.empty(0, np.int64), recipe.columns)  # an unknown column fails here
+        opened.check_columns(recipe.columns)
         if filter is not None:
             opened.check_filter(filter)
         elif resume_from is None and user_plan is None:  # a state may name an older version that has rows
@@ -169,11 +174,9 @@ class LanceStream:
             global_batch_size=global_batch_size,
             drop_last=drop_last,
             seed_given=shuffle_seed is not None,
-            pinned_version=version,
+            pinned_version=pinned_version,
             prefetch=prefetch if prefetch is not None else PrefetchConfig(),
-            resume_states=resume_states(
-                resume_from, on_missing_state, of=Provenance(table=opened.identity, order=spec)
-            ),
+            resume_states=states,
             on_missing_state=on_missing_state,
             allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
             sifts=recipe.policy is not None,
@@ -280,15 +283,10 @@ class LanceStream:
         self.close()
 
 
-def _column_names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
-    if columns is None:
-        return None
-    names = tuple(columns)
-    if isinstance(columns, str) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            explain("columns is not valid", found=repr(columns), expected="a list of column names", remedy="pass one")
-        )
-    return names
+def _saved_version(version: int | None, states: Streams | None) -> int | None:
+    """Returns the version to check arguments against: the one that will be read, which a state may name."""
+    saved = {state.provenance.table.version for state in (states or {}).values()}
+    return saved.pop() if version is None and len(saved) == 1 else version
 
 
 def _transform(function: Callable[..., Any] | None) -> Transform | None:

@@ -22,6 +22,7 @@ from ray_lance_stream.sifting import Sifted, SkipLog, gather
 from ray_lance_stream.source import BlockSource
 
 _FIRST_BLOCK_BYTES: Final = 128 * 1024
+_FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
 _GROWTH: Final = 2  # each block may be this many times the size of the one before
 _LEAST_SURVIVAL: Final = 1 / 16  # a split is not asked for more than so many times the rows it should yield
 
@@ -242,9 +243,13 @@ class SurvivorReader:
             if not open_lanes or (self._flights and not self._unreleased and not needed):
                 return  # what is wanted first does not share the prefetchers with what comes later
             # Never further than the lane that is furthest behind allows: others wait for it.
-            least = min(lane.lead for lane in self._lanes if not lane.is_complete or lane in needed)
+            least = min(lane.lead for lane in self._lanes if not lane.is_complete)  # which holds for those needed
             step = max(1, int(self._next_bytes / (self._bytes_per_row * len(self._lanes))))
-            wanted = [self._positions_to_ask(lane, least + step, lane in needed) for lane in self._lanes]
+            # The split that ends first ends the epoch, in step; looked up once, or a wide stream pays splits squared.
+            complete = (lane.known for lane in self._lanes if lane.is_complete) if self._in_step else ()
+            last = min(complete, default=None)
+            asked_first = set(map(id, needed))
+            wanted = [self._positions_to_ask(lane, least + step, last, id(lane) in asked_first) for lane in self._lanes]
             num_bytes = sum(wanted) * self._bytes_per_row
             over = self.buffered_bytes + num_bytes > self._read_ahead.max_bytes
             if not num_bytes or (over and not needed and self.buffered_bytes):
@@ -258,12 +263,10 @@ class SurvivorReader:
     def _largest_bytes(self) -> float:
         return float(min(self._read_ahead.block_bytes, max(_FIRST_BLOCK_BYTES, self._read_ahead.max_bytes / 4)))
 
-    def _positions_to_ask(self, lane: _Lane, target: float, is_needed: bool) -> int:
+    def _positions_to_ask(self, lane: _Lane, target: float, last: int | None, is_needed: bool) -> int:
         missing = target - lane.lead
-        if self._in_step:
-            last = min((other.known for other in self._lanes if other.is_complete), default=None)
-            if last is not None:
-                missing = min(missing, last - lane.base - lane.lead)
+        if last is not None:
+            missing = min(missing, last - lane.base - lane.lead)
         missing = max(missing, 1.0 if is_needed else 0.0)
         return min(int(np.ceil(missing / max(lane.survival, _LEAST_SURVIVAL))), lane.end - lane.asked)
 
@@ -291,7 +294,8 @@ class SurvivorReader:
             lane.add(flight, rows, block.positions[rows], asked[i])
         if len(block):
             self._unreleased[id(flight)] = (flight, len(block))
-            self._bytes_per_row = max(1.0, block.nbytes / len(block))
+            # Falls slowly: where heavy rows have come, more of them may.
+            self._bytes_per_row = max(1.0, block.nbytes / len(block), self._bytes_per_row * _FALL)
         self.skips.add(block.skipped)
         self.read_bytes += block.read_bytes
         self.take_s += block.take_s

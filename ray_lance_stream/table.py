@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,9 @@ from ray_lance_stream.plan import TableIdentity
 from ray_lance_stream.rownumbers import RowNumbers, fingerprint
 
 _FRAGMENT_READERS: Final = 16
+_VOLATILE: Final = re.compile(
+    r"\b(random|rand|uuid|now|current_date|current_time|current_timestamp|today)\s*\(", re.IGNORECASE
+)
 _SHOWN: Final = 20  # names or version ranges listed in a message
 
 
@@ -81,11 +85,22 @@ class PinnedTable:
 
     def check_filter(self, filter: str) -> None:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
+        if volatile := _VOLATILE.search(filter):
+            raise ConfigError(
+                explain(
+                    f"filter {filter!r} does not mean the same rows every time",
+                    found=f"{volatile.group(1)}()",
+                    expected="a condition that depends on the row alone",
+                    remedy="write the value itself, or store it in a column",
+                )
+            )
         with self._reading():
-            try:
-                self._dataset.scanner(columns=[], filter=filter, with_row_address=True).explain_plan()
-            except ValueError as error:
-                raise self._bad_filter(filter, error) from self._ref.shown(error)
+            # In parentheses too: Lance ignores what stands behind the first whole expression.
+            for text in (filter, f"({filter}\n)"):
+                try:
+                    self._dataset.scanner(columns=[], filter=text, with_row_address=True).explain_plan()
+                except ValueError as error:
+                    raise self._bad_filter(filter, error) from self._ref.shown(error)
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Raises ConfigError if a column does not exist."""
@@ -93,6 +108,7 @@ class PinnedTable:
 
     def count_rows(self, filter: str) -> int:
         """Returns how many rows satisfy a SQL condition; raises as :meth:`matching_rows`."""
+        self.check_filter(filter)
         with self._reading():
             try:
                 return int(self._dataset.count_rows(filter=filter))
@@ -106,6 +122,7 @@ class PinnedTable:
             ConfigError: The filter is not valid, or fails on a row; carries Lance's message.
             TableVersionError: The version vanished in the meantime.
         """
+        self.check_filter(filter)
         with self._reading():
             numbers = self._row_numbers()
             found = [np.empty(0, np.int64)]
@@ -187,8 +204,8 @@ class PinnedTable:
             )
         with self._reading():
             if len(rows) == 0:
-                empty: pa.Table = self._scanner(columns=paths).projected_schema.empty_table()
-                return empty
+                # Not Schema.empty_table(): it fails for some tensor types.
+                return pa.Table.from_batches([], schema=self._scanner(columns=paths).projected_schema)
             if _ascending(rows):
                 return self._take_ascending(rows, paths)
             distinct, places = np.unique(rows, return_inverse=True)

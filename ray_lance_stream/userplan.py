@@ -1,8 +1,9 @@
-"""Rows in splits that the user chose, and the order a stream is built for."""
+"""What the user says about rows: their order, the splits of a plan, and their columns."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,18 @@ def order_spec(
             )
         )
     return OrderSpec(num_splits=plan.num_splits, shuffle=False, order="plan", plan_digest=plan.digest)
+
+
+def column_names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Returns the columns a user named, None for all; raises ConfigError if it is no list of names."""
+    if columns is None:
+        return None
+    names = tuple(columns) if isinstance(columns, (list, tuple)) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            explain("columns is not valid", found=repr(columns), expected="a list of column names", remedy="pass one")
+        )
+    return names
 
 
 def read_plan(plan: object) -> UserPlan | None:

@@ -22,8 +22,11 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
+from nodes import cluster_of_nodes, nodes, one_node
 
 from ray_lance_stream import LanceStream
+
+__all__ = ["cluster_of_nodes", "nodes", "one_node"]  # fixtures
 
 
 def rows_from(start: int, count: int) -> pa.Table:

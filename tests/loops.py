@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,51 @@ def loop(config: dict[str, Any]) -> None:
                         report({"step": shard.step}, checkpoint)
                 else:
                     report({"step": shard.step})
+            for fault in config.get("faults", []):
+                if fault[:3] == [epoch, shard.step, log.rank]:
+                    break_down_once(config, shard, fault)
             if config.get("fail_at") == [epoch, shard.step] and not os.path.exists(f"{config['log']}/failed"):
                 Path(config["log"], "failed").touch()
                 raise RuntimeError("a failure made by the test")
+
+
+def break_down_once(config: dict[str, Any], shard: Any, fault: list[Any]) -> None:
+    """Does what a fault of (epoch, step, rank, what) says, in the first worker group that gets there only."""
+    mark = Path(config["log"], "fault-" + "-".join(map(str, fault)))
+    if not mark.exists():
+        mark.touch()
+        break_down(shard, fault[3])
+
+
+def break_down(shard: Any, what: str) -> None:
+    """Kills parts of the run: "worker" (this process), "manager", "coordinator", "prefetcher"; several with "+"."""
+    session = shard.link.session
+    pids: dict[str, Callable[[], int]] = {
+        "worker": os.getpid,
+        "manager": lambda: ray.get(session.manager.pid.remote()),
+        "coordinator": lambda: ray.get(session.coordinator.pid.remote()),
+        "prefetcher": lambda: prefetchers_of(shard)[0],
+    }
+    for pid in [pids[part]() for part in what.split("+")]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def until_told(config: dict[str, Any]) -> None:
+    """Logs what it is handed and reports now and then, until the epoch that the file ``last`` names is over."""
+    shard = ray.train.get_dataset_shard("train")
+    log = Log(config, shard)
+    log.event(start=[shard.epoch, shard.step], world=log.world)
+    last = Path(config["log"], "last")
+    for epoch in itertools.count(shard.epoch):
+        if last.exists() and epoch > int(last.read_text()):
+            return
+        for batch in shard.iter_batches(prefetch_batches=2):
+            log.batch(epoch, batch["id"])
+            time.sleep(config["step_s"])  # stands for the training; nodes come and go meanwhile
+            if shard.step % config["report_every"] == 0:
+                directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
+                with directory:
+                    report({"step": shard.step}, checkpoint if log.rank == 0 else None)
 
 
 def prefetchers_of(shard: Any) -> list[int]:

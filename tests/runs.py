@@ -22,12 +22,13 @@ Batches = dict[tuple[int, int], list[int]]
 def fit(
     loop: Callable[[dict[str, Any]], None],
     datasets: dict[str, Any],
-    workers: int,
+    workers: int | tuple[int, int],
     storage: Path,
     *,
     name: str = "run",
     max_failures: int = 0,
     dataset_config: Any = None,
+    scaling: dict[str, Any] | None = None,
     **config: Any,
 ) -> ray.train.Result:
     """Fits a loop that needs no process group; ``config["log"]`` is where it logs."""
@@ -37,7 +38,7 @@ def fit(
         train_loop_config={"log": str(storage / "log"), "name": name} | config,
         datasets=datasets,
         dataset_config=dataset_config if dataset_config is not None else StreamDataConfig(),
-        scaling_config=ScalingConfig(num_workers=workers),
+        scaling_config=ScalingConfig(**({"num_workers": workers} | (scaling or {}))),  # its hints know no range
         run_config=RunConfig(
             name=name,
             storage_path=str(storage / "runs"),
@@ -80,6 +81,11 @@ def reference(stream: LanceStream, epochs: int) -> Batches:
 
     with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
         return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
+
+
+def opened(stream: LanceStream) -> Any:
+    """Opens a stream; typed so that tests may look behind a shard's interface."""
+    return stream.open()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

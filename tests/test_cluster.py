@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import lancedb
@@ -30,7 +29,7 @@ from ray_lance_stream.cluster.session import Session, start_session
 from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.request import Ranges
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
 ROWS = 1003
 SMALL_BLOCKS = PrefetchConfig(block_bytes=4000, max_buffer_bytes=20_000)
 
@@ -42,18 +41,6 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     columns = {"id": np.arange(ROWS), "x": pa.FixedSizeListArray.from_arrays(pa.array(x), 8)}
     lancedb.connect(path).create_table("t", pa.table(columns))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 def make_stream(uri: str, **options: Any) -> LanceStream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
@@ -22,10 +24,12 @@ from ray.exceptions import (
 )
 
 from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.cluster import requests as requests_module
 from ray_lance_stream.cluster import source as source_module
+from ray_lance_stream.cluster.cuts import halves
 from ray_lance_stream.cluster.prefetcher import Prefetcher
 from ray_lance_stream.cluster.source import RaySource
-from ray_lance_stream.errors import StaleIncarnationError, StreamClosedError, TransformError
+from ray_lance_stream.errors import BlockError, StaleIncarnationError, StreamClosedError, TransformError
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -72,6 +76,8 @@ class Actor:
         self._actor_id = name
         self.refs: list[Ref] = []
         self.build = Method(lambda *_: self.refs.append(Ref()) or self.refs[-1])  # type: ignore[func-returns-value]
+        self.process = 1
+        self.ready = Method(lambda: (name, self.process))
 
 
 class Cluster:
@@ -81,6 +87,7 @@ class Cluster:
         self.actors = [Actor(str(index)) for index in range(actors)]
         self.pool = Method(lambda: list(self.actors))
         self.ensure = Method(self.plan)
+        self.examine = Method(lambda *_: [])
         self.now, self.initialized = 100.0, True
         self.cancelled: list[Ref] = []
         self.lists = 0
@@ -112,7 +119,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     cluster = Cluster()
     for name in ("wait", "get", "cancel", "is_initialized"):
         monkeypatch.setattr(f"ray.{name}", getattr(cluster, name))
-    monkeypatch.setattr(source_module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
+    for module in (source_module, requests_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
     monkeypatch.setattr(source_module, "_POLL_S", 0.05)
     yield cluster
 
@@ -275,6 +283,173 @@ def test_only_a_lost_list_of_rows_is_built_again_and_only_once(cluster: Cluster)
     late.set_exception(in_task(lost()))  # it was sent with the old list
     assert source.retry_delay_s(in_task(lost()), 1, 0.0) is not None
     assert len(cluster.ensure.calls) == 1
+
+
+# --- late ones ---------------------------------------------------------------------------------------------
+
+
+def overtake(cluster: Cluster, source: RaySource) -> list[int]:
+    """Looks for late requests; returns how many each prefetcher is asked for then."""
+    source._requests.overtake()
+    return asked(cluster)
+
+
+def test_a_late_request_is_sent_once_more_and_the_first_answer_counts(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+    answers: list[Future[Any]] = [source.request(handle, RANGES) for _ in range(4)]  # two each
+    slow, quick = cluster.actors
+    for ref in quick.refs:
+        ref.set_result("block")  # at once
+    cluster.now += 0.9
+    assert overtake(cluster, source) == [2, 2]
+    cluster.now += 0.2
+    assert overtake(cluster, source) == [2, 4]
+    cluster.now += 1000
+    assert overtake(cluster, source) == [2, 4]  # once for each request
+    quick.refs[2].set_result("copy")
+    first = next(answer for answer in answers if answer.done() and answer.result() == "copy")
+    slow.refs[0].set_result("late")
+    slow.refs[1].set_result("original")
+    quick.refs[3].set_result("late copy")
+    assert first.result() == "copy" and sorted(a.result() for a in answers) == ["block", "block", "copy", "original"]
+    assert source.copies == 2
+
+
+def test_what_is_late_is_told_by_what_is_usual(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+    source.request(handle, RANGES)
+    cluster.now += 29  # nothing is known yet
+    assert sum(overtake(cluster, source)) == 1
+    next(actor for actor in cluster.actors if actor.refs).refs[0].set_result("block")  # that is how this stream is
+    source.request(handle, RANGES)
+    cluster.now += 4 * 29 - 1
+    assert sum(overtake(cluster, source)) == 2
+    cluster.now += 2
+    assert sum(overtake(cluster, source)) == 3
+
+
+def test_copies_go_to_idle_prefetchers_only_and_requests_behind_late_ones_are_late(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+    source.request(handle, RANGES)
+    cluster.now += 0.1
+    next(actor for actor in cluster.actors if actor.refs).refs[0].set_result("block")
+    for actor in cluster.actors:
+        actor.refs.clear()
+    for _ in range(8):
+        source.request(handle, RANGES)  # four each; two are begun, two stand behind them
+    cluster.now += 0.5
+    for ref in list(cluster.actors[1].refs):
+        ref.set_result("block")
+    assert overtake(cluster, source) == [4, 4]
+    cluster.now += 1
+    assert overtake(cluster, source) == [4, 6]  # as many as it builds at once
+    for ref in cluster.actors[1].refs[4:]:
+        ref.set_result("copy")
+    assert overtake(cluster, source) == [4, 8]
+    # The one that was overtaken is passed over for the time being.
+    before = asked(cluster)
+    for ref in cluster.actors[1].refs[6:]:
+        ref.set_result("copy")
+    source.request(handle, RANGES)
+    assert asked(cluster) == [before[0], before[1] + 1]
+
+
+def test_an_error_of_one_copy_waits_for_the_other_unless_it_is_final(cluster: Cluster) -> None:
+    for error, final in (
+        (ActorDiedError(), False),
+        (in_task(OSError("x")), False),
+        (in_task(TransformError("x")), True),
+    ):
+        for actor in cluster.actors:
+            actor.refs.clear()
+        source = cluster.source()
+        answer: Future[Any] = source.request(source.plan(spec()), RANGES)
+        cluster.now += 31
+        assert overtake(cluster, source) == [1, 1]
+        cluster.actors[0].refs[0].set_exception(error)
+        assert answer.done() is final
+        cluster.actors[1].refs[0].set_result("block")
+        assert answer.exception() is error if final else answer.result() == "block"
+
+
+# --- blocks that kill --------------------------------------------------------------------------------------
+
+
+def die(cluster: Cluster, source: RaySource, handle: PlanHandle, *, other_process: bool = True) -> None:
+    """Asks for the block and lets the process die that was asked."""
+    answer = source.request(handle, RANGES)
+    actor = next(actor for actor in cluster.actors if actor.refs and not actor.refs[-1].done())
+    actor.refs[-1].set_exception(ActorDiedError())
+    actor.process += other_process
+    assert isinstance(answer.exception(), ActorDiedError)
+
+
+def test_a_block_is_examined_after_three_processes_died_with_it(cluster: Cluster) -> None:
+    del cluster.actors[1]
+    source = cluster.source()
+    handle = source.plan(spec())
+    cluster.examine.answer = lambda *_: [RANGES]
+    for _ in range(20):  # one process that is not there: it is asked again and again while it is being restarted
+        die(cluster, source, handle, other_process=False)
+    assert not cluster.examine.calls
+    source, deaths = cluster.source(), 0
+    while not cluster.examine.calls:
+        die(cluster, source, handle)
+        deaths += 1
+        if deaths >= 3:
+            source.request(handle, RANGES)
+    assert deaths == 3 and cluster.examine.calls == [(handle, RANGES)]
+
+
+def test_the_row_that_kills_is_the_error_and_it_is_final(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+    error = in_task(BlockError("row 7 kills"))
+    cluster.examine.answer = raises(error)
+    for _ in range(3):
+        die(cluster, source, handle)
+    assert source.request(handle, RANGES).exception(5) is error
+    assert source.retry_delay_s(error, 4, 0.0) is None
+
+
+def test_a_block_that_is_too_much_as_a_whole_is_put_together_from_its_parts(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+    first, second = halves(RANGES) or (RANGES, RANGES)
+    cluster.examine.answer = lambda *_: [first, second]
+    for _ in range(3):
+        die(cluster, source, handle)
+    for attempt in range(2):  # the second time without another examination
+        sent = sum(asked(cluster))
+        answer = source.request(handle, RANGES)
+        until(functools.partial(is_asked, cluster, sent + 2))
+        for actor in cluster.actors:
+            for call, ref in zip(actor.build.calls, actor.refs, strict=True):
+                if not ref.done():
+                    ref.set_result(pa.table({"split": call[1].places()[0]}))
+        assert answer.result(5)["split"].to_pylist() == [0, 1, 2, 3], attempt
+    assert len(cluster.examine.calls) == 1
+
+
+def is_asked(cluster: Cluster, calls: int) -> bool:
+    return sum(asked(cluster)) == calls
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def answer(*_: Any) -> Any:
+        raise error
+
+    return answer
 
 
 # --- its end -----------------------------------------------------------------------------------------------

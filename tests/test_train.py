@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from ray_lance_stream.local import LocalLink
 from ray_lance_stream.topology import Seat
 from ray_lance_stream.train import RunStream
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
+NUM_CPUS = 8
 slow = pytest.mark.slow  # left out by default; the continuous integration runs them as well
 ROWS = 299  # 24 cycles of 12 splits and 11 rows left out; steps of 5 cycles, the last one of 4
 STEPS = 5
@@ -45,18 +45,6 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     x = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(ROWS * 4, dtype=np.float32)), 4)
     lancedb.connect(path).create_table("t", pa.table({"id": np.arange(ROWS), "x": x}))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
 
 
 def make_stream(uri: str, **options: Any) -> LanceStream:

@@ -12,19 +12,23 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RuntimeEnvSetupError
 
+from ray_lance_stream.cluster.answers import cause_of
+from ray_lance_stream.cluster.examiner import Examiner
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.parcel import Parcel
-from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request
+from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request, extra_options
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS, Prefetcher
 from ray_lance_stream.config import PrefetchConfig
 from ray_lance_stream.errors import LanceStreamError, PlacementError, explain
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
-from ray_lance_stream.request import PlanHandle
+from ray_lance_stream.request import PlanHandle, Ranges
 
 cluster_nodes: Any = ray.nodes  # untyped
 logger = logging.getLogger("ray_lance_stream")
 _RETRY_PAUSE_S = 0.5
 _PLANS_KEPT = 4
+_PLAN_PATIENCE_S = 5.0  # opening takes a second or less; with a filter longer, and is then done twice
+_FENCE_WAIT_S = 2.0  # an answer takes a millisecond; a node that is lost needs longer to be noticed
 
 
 class Coordinator:
@@ -38,7 +42,7 @@ class Coordinator:
         self._config = config
         self._leases = Leases(config.idle_timeout_s)
         self._incarnation = 0
-        self._plans: dict[tuple[TableIdentity, OrderSpec], asyncio.Task[PlanHandle]] = {}
+        self._plans: dict[tuple[TableIdentity, OrderSpec, int | None], asyncio.Task[PlanHandle]] = {}
         self._turn = 0
         # Ray's type hints do not know concurrency_groups.
         remote: Any = ray.remote
@@ -48,6 +52,12 @@ class Coordinator:
             actor.options(**options).remote(recipe, version, f"{session_id}/{index}")
             for index, options in enumerate(actor_options(config, cluster_nodes()))
         ]
+
+        def extra() -> Any:
+            options = extra_options(config, cluster_nodes()) | {"max_restarts": 0}
+            return actor.options(**options).remote(recipe, version, f"{session_id}/examiner")
+
+        self._examiner = Examiner(extra, config.placement_timeout_s)
         self._ready: set[int] = set()
         self._broken: dict[int, Exception] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -82,9 +92,12 @@ class Coordinator:
         self._incarnation = max(self._incarnation + 1, proposed)
         with self._leases.busy():
             await self._await_first()
-            fenced = [self._pool[index].fence.remote(self._incarnation) for index in self._ready]
-            # A prefetcher that is just being restarted has no old requests to drop.
-            await asyncio.gather(*fenced, return_exceptions=True)
+            fenced = [
+                asyncio.wrap_future(self._pool[index].fence.remote(self._incarnation).future()) for index in self._ready
+            ]
+            # One that is being restarted has no old requests to drop, and one that hangs must not hold up the
+            # run: the first new request tells it as well.
+            await asyncio.wait(fenced, timeout=_FENCE_WAIT_S)
         return self._incarnation
 
     async def pool(self) -> list[Any]:
@@ -107,7 +120,7 @@ class Coordinator:
             lost: The reference to a list of matching rows that was lost with its node, in a list. It is built
                 again, once, whoever asks first.
         """
-        key = (spec.table, spec.order)
+        key = (spec.table, spec.order, spec.epoch if spec.order.is_listed_per_epoch else None)
         task = self._plans.get(key)
         with self._leases.busy():
             if task is not None and task.done():
@@ -121,24 +134,42 @@ class Coordinator:
                     del self._plans[old]
             return dataclasses.replace(await asyncio.shield(task), spec=spec)
 
+    async def examine(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
+        """Finds out whether a block kills the processes that build it; see ``Examiner.sound_parts``."""
+        with self._leases.busy():
+            return await self._examiner.sound_parts(handle, ranges)
+
     async def _open(self, spec: PlanSpec) -> PlanHandle:
         began = time.monotonic()
         while True:
-            pool = await self.pool()
-            prefetcher = pool[self._turn % len(pool)]
-            self._turn += 1
             try:
-                handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
-                handle: PlanHandle = await handle_ref
+                return await self._open_somewhere(spec)
             except RayError as error:
-                cause = getattr(error, "cause", error)
+                cause = cause_of(error)
                 final = isinstance(cause, LanceStreamError) or not isinstance(cause, (OSError, RayError))
                 if final or time.monotonic() - began > self._config.retry_window_s:
                     raise (cause if isinstance(cause, Exception) else error) from None
                 logger.warning("opening a plan failed (%s); asking again", type(cause).__name__)
                 await asyncio.sleep(_RETRY_PAUSE_S)
-                continue
-            return handle if spec.order.filter is None else dataclasses.replace(handle, matching_rows=rows_ref)
+
+    async def _open_somewhere(self, spec: PlanSpec) -> PlanHandle:
+        """Asks a prefetcher, and one more if that takes long; the first answer counts."""
+        asked = {await self._open_at_next(spec)}
+        try:
+            done, _ = await asyncio.wait(asked, timeout=_PLAN_PATIENCE_S)
+            if not done and len(self._ready) > 1:
+                asked.add(await self._open_at_next(spec))
+            done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _open_at_next(self, spec: PlanSpec) -> asyncio.Task[PlanHandle]:
+        pool = await self.pool()
+        prefetcher = pool[self._turn % len(pool)]
+        self._turn += 1
+        return asyncio.get_running_loop().create_task(_open_at(prefetcher, spec))
 
     async def _await_first(self) -> None:
         if self._watch is None:
@@ -183,3 +214,9 @@ class Coordinator:
                     await asyncio.sleep(_RETRY_PAUSE_S)
 
         await asyncio.gather(*(one(index, prefetcher) for index, prefetcher in enumerate(self._pool)))
+
+
+async def _open_at(prefetcher: Any, spec: PlanSpec) -> PlanHandle:
+    handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
+    handle: PlanHandle = await handle_ref
+    return handle if not spec.order.is_listed else dataclasses.replace(handle, matching_rows=rows_ref)

@@ -53,6 +53,19 @@ def actor_options(config: PrefetchConfig, nodes: Sequence[Node]) -> list[dict[st
     ]
 
 
+def extra_options(config: PrefetchConfig, nodes: Sequence[Node]) -> dict[str, Any]:
+    """Returns the options of one more prefetcher, for a short time, where those of the pool may have taken all.
+
+    It reserves nothing, and so is placed by where the resources of the pool's are, free or not.
+    """
+    options = actor_options(config, nodes)[0] | {"num_cpus": 0}
+    resources = options.pop("resources", {})
+    able = [n for n in nodes if n.get("Alive") and all(_amount(n, key) >= least for key, least in resources.items())]
+    if resources and able and "label_selector" not in options:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(able[0]["NodeID"], soft=True)
+    return options
+
+
 def describe_request(config: PrefetchConfig) -> str:
     """Returns what each prefetcher asks for, for errors."""
     parts = [f"num_cpus={config.num_cpus}"]

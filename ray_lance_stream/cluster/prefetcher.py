@@ -13,7 +13,7 @@ import ray
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError
 from ray_lance_stream.permutation import IntArray
-from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
 
 # Two blocks at a time: one is read while the transform works on the other. Control calls have a thread
@@ -88,6 +88,19 @@ class Prefetcher:
             self._built["take_s"] += stats.take_s
             self._built["transform_s"] += stats.transform_s
         return table
+
+    @ray.method(concurrency_group="build")
+    def try_build(self, handle: PlanHandle, ranges: Ranges) -> None:
+        """Builds a block that nobody wants, to see whether it can be built."""
+        with _no_panic("building a block"):
+            self._builder.build(handle, ranges, _resolve)
+
+    @ray.method(concurrency_group="control")
+    def rows_of(self, handle: PlanHandle, ranges: Ranges) -> list[tuple[int, int, int]]:
+        """Returns (row number, split, position) of every row of a block, without reading it."""
+        splits, positions = ranges.places()
+        rows = Plan(handle.spec, handle.num_rows, _resolve(handle.matching_rows)).rows(splits, positions)
+        return list(zip(rows.tolist(), splits.tolist(), positions.tolist(), strict=True))
 
 
 @contextlib.contextmanager

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.agreement import Agreement
+from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.coordinator import Coordinator
 from ray_lance_stream.cluster.manager import Standing, StateManager
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import LanceStreamError, StreamClosedError
+from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import RunProgress
@@ -57,8 +58,8 @@ class Session:
         while waiting:  # placing prefetchers may take longer than actors live without a lease
             self.renew("driver")
             _, waiting = ray.wait(waiting, timeout=self.prefetch.idle_timeout_s / 4)
-        incarnation: int = _answer(begun)
-        _answer(self.manager.begin.remote(incarnation))
+        incarnation: int = answer_of(begun)
+        answer_of(self.manager.begin.remote(incarnation))
         return incarnation
 
     def renew(self, holder: str) -> list[ray.ObjectRef[None]]:
@@ -225,7 +226,7 @@ class RayLink:
         while not ray.wait([ref], timeout=_POLL_S)[0]:
             if stop.is_set():
                 raise StreamClosedError("this iteration of the shard has ended")
-        answer: int = _answer(ref)
+        answer: int = answer_of(ref)
         return answer
 
     def close(self) -> None:
@@ -238,15 +239,6 @@ class RayLink:
             return
         for actor in (self.session.coordinator, self.session.manager):
             actor.release.options(max_task_retries=0).remote(self._holder)
-
-
-def _answer(ref: ray.ObjectRef[Any]) -> Any:
-    """Waits for an actor's answer; an error of ours arrives as it was raised there."""
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        raise (cause if isinstance(cause, LanceStreamError) else error) from None
 
 
 def _rebuild_link(session: Session, owned: bool) -> RayLink:

@@ -1,0 +1,1 @@
+"""Black-box tests of ``StreamingDataset`` and ``StreamingDataLoader``, beside those of ``lancedb.streaming``."""
