@@ -24,8 +24,11 @@ from ray_lance_stream import (
     ReplaceRow,
     StateError,
     StateMismatchError,
+    StreamingDataLoader,
     StreamingDataset,
+    load_rank_states,
     merge_state_dicts,
+    save_rank_state,
 )
 from ray_lance_stream.state import StreamState
 
@@ -232,6 +235,51 @@ def test_long_documents(tmp_path: Path) -> None:
     datasets = ranks(table, blocks_per_epoch=8_000)
     assert cycles_of(datasets, 1_500) == expected[: 1_500 * SPLITS]
     assert cycles_of(ranks(table, 2, saved(datasets), blocks_per_epoch=8_000)) == expected[1_500 * SPLITS :]
+
+
+def unbatched(batches: Iterable[Any]) -> list[Block]:
+    return [
+        (ids.tolist(), docs.tolist())
+        for batch in batches
+        for ids, docs in zip(batch["input_ids"], batch["doc_ids"], strict=True)
+    ]
+
+
+def test_batches_of_a_loader(table: Any) -> None:
+    expected, dataset = cycles_of(ranks(table)), ranks(table)[0]
+    loader = StreamingDataLoader(dataset, batch_size=8)
+    first = list(itertools.islice(loader, 2))
+    assert first[0]["input_ids"].shape == first[0]["doc_ids"].shape == (8, T)
+    state = loader.state_dict()
+    assert state["blocks_emitted_per_split"] == [4] * SPLITS
+    assert unbatched(first) + unbatched(loader) == expected
+    assert unbatched(StreamingDataLoader(ranks(table, 1, state)[0], batch_size=5)) == expected[16:]
+
+
+def test_a_batch_that_fails_is_not_consumed(table: Any) -> None:
+    calls = itertools.count()
+
+    def collate(rows: list[Any]) -> Any:
+        if next(calls) == 2:
+            raise KeyError("once")
+        return torch.utils.data.default_collate(rows)
+
+    loader, batches = StreamingDataLoader(ranks(table)[0], batch_size=6, collate_fn=collate), []
+    with pytest.raises(KeyError, match="once"):
+        for batch in loader:
+            batches.append(batch)
+    assert len(batches) == 2
+    assert unbatched(batches) + unbatched(loader) == cycles_of(ranks(table))
+
+
+def test_states_saved_one_file_per_rank(table: Any, tmp_path: Path) -> None:
+    expected, running = cycles_of(ranks(table)), ranks(table, 2)
+    cycles_of(running, 3)
+    for dataset in running:
+        save_rank_state(dataset, tmp_path)
+    state = load_rank_states(tmp_path)
+    assert state == saved(running)
+    assert cycles_of(ranks(table, 3, state)) == taken(theirs(table, state)) == expected[3 * SPLITS :]
 
 
 # --- rows that fail ----------------------------------------------------------------------------------
