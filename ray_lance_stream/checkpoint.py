@@ -14,7 +14,8 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain, shown
-from ray_lance_stream.state import Provenance, StreamState, merge_states
+from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.state import StreamState, merge_states
 
 logger = logging.getLogger("ray_lance_stream")
 
@@ -102,7 +103,9 @@ def read_streams(filesystem: pafs.FileSystem, directory: str) -> Streams | None:
     if latest[0].merged:  # sorts first
         return latest[0].streams
     streams = sorted({name for content in latest for name in content.streams})
-    return {name: merge_states([c.streams[name] for c in latest if name in c.streams]) for name in streams}
+    parts = {name: [content.streams[name] for content in latest if name in content.streams] for name in streams}
+    # A single part is handed on as it is: the files of save_rank_state have a name each, and are merged later.
+    return {name: states[0] if len(states) == 1 else merge_states(states) for name, states in parts.items()}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 
 from ray_lance_stream.errors import ConfigError, MissingStateError, explain
 from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
-from ray_lance_stream.state import StreamState, check_overrides
+from ray_lance_stream.provenance import check_overrides
+from ray_lance_stream.state import StreamState
 
 MIB: Final = 1024 * 1024
 POOL_LABEL: Final = {"pool": "data"}

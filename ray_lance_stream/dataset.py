@@ -9,7 +9,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -18,14 +18,16 @@ from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.location import TableRef
-from ray_lance_stream.plan import SplitLayout, require_int
-from ray_lance_stream.rowcursor import RowCursor
+from ray_lance_stream.packedstream import PackedStream
+from ray_lance_stream.packspec import Packing
+from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
 from ray_lance_stream.rowsource import RowSource
 from ray_lance_stream.rowstream import RowStream
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError, SkippedRow
 from ray_lance_stream.state import StreamState, merge_state_dicts
+from ray_lance_stream.tokens import packing_transform, with_estimate
 from ray_lance_stream.topology import Replica
-from ray_lance_stream.transform import RowTransform, UserError
+from ray_lance_stream.transform import RowTransform, Transform, UserError
 from ray_lance_stream.userplan import column_names, order_spec, read_plan
 
 logger = logging.getLogger("ray_lance_stream")
@@ -62,6 +64,15 @@ class StreamingDataset(IterableDataset[Any]):
         transform_queue_depth: Accepted; has no use here, see ``max_buffer_bytes``.
         connection_factory: Called with the table's name, returns the open table: how other processes open it.
         worker_info_override: An object with ``id`` and ``num_workers`` instead of torch's worker info.
+        pack_sequences: Yields blocks of so many tokens instead of rows: the token lists of each split's rows one
+            after another, each followed by ``eos_id``. A block is a dict of ``input_ids`` and ``doc_ids``, int64
+            tensors of shape ``(pack_sequences,)``; ``doc_ids`` numbers the documents of a block from 0.
+        eos_id: Token that follows every document.
+        pad_id: Token that fills the blocks of a split without documents left; padding keeps the ``doc_ids`` of what
+            stands before it.
+        blocks_per_epoch: Blocks of all splits together in an epoch, a multiple of ``num_splits``; "auto" estimates
+            it from about 1 % of the rows. Splits of fewer tokens are padded (:attr:`padded_tokens`), tokens beyond
+            are left out (:attr:`dropped_tokens`, :attr:`left_behind`).
         prefetch_batches: Accepted; an old name of ``io_queue_depth``.
         order: "lancedb", or "feistel": ours, which starts at once whatever the size of the table.
         plan: Rows in splits of your own: an Arrow or LanceDB table of ``row_id`` and ``split_id``.
@@ -101,6 +112,10 @@ class StreamingDataset(IterableDataset[Any]):
         transform_queue_depth: int | None = None,
         connection_factory: Callable[[str], Any] | None = None,
         worker_info_override: Any = None,
+        pack_sequences: int | None = None,
+        eos_id: int | None = None,
+        pad_id: int | None = None,
+        blocks_per_epoch: int | Literal["auto"] | None = None,
         prefetch_batches: int | None = None,
         order: str | None = None,
         plan: Any = None,
@@ -139,6 +154,13 @@ class StreamingDataset(IterableDataset[Any]):
             shuffle_clump_size=shuffle_clump_size,
             filter=filter,
         )
+        packing = Packing.of(
+            num_splits=spec.num_splits,
+            pack_sequences=pack_sequences,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            blocks_per_epoch=blocks_per_epoch,
+        )
         self._owned = self._replica.owned_splits(spec.num_splits)
         ref = TableRef.of(table, connection_factory)
         opened = ref.open(getattr(table, "version", None) if user_plan is None else user_plan.base_version)
@@ -147,7 +169,11 @@ class StreamingDataset(IterableDataset[Any]):
         rows = opened.num_rows if filter is None else opened.count_rows(filter)
         if user_plan is None:
             SplitLayout(num_rows=rows, num_splits=spec.num_splits)
-        row_transform = None if transform is None else RowTransform(transform, threads, read_batch_size)
+        row_transform: Transform | None = None
+        if packing is not None:
+            row_transform = packing_transform(opened, names, transform)
+        elif transform is not None:
+            row_transform = RowTransform(transform, threads, read_batch_size)
         policy = ErrorPolicy(on_transform_error)
         recipe = BlockRecipe(
             table=ref.located(opened), columns=names, transform=row_transform, policy=policy, plan=user_plan
@@ -163,8 +189,16 @@ class StreamingDataset(IterableDataset[Any]):
         )
         self._epoch_given = epoch
         self._worker_info_override = worker_info_override
-        self._source = RowSource(config, recipe, num_threads=threads if row_transform is not None else 2)
-        self._rows = RowStream(config, self._owned, epoch, agreement_of(coordinator))
+        self._source = RowSource(config, recipe, num_threads=threads if transform is not None else 2)
+        agreement = agreement_of(coordinator)
+        self._rows: RowStream | PackedStream
+        if packing is None:
+            self._rows = RowStream(config, self._owned, epoch, agreement)
+        else:  # every split gives the same number of blocks: the ranks have nothing to agree on
+            if blocks_per_epoch == "auto":
+                packing = with_estimate(packing, recipe, PlanSpec(table=opened.identity, order=spec, epoch=epoch))
+            given = blocks_per_epoch != "auto"
+            self._rows = PackedStream(config, self._owned, epoch, packing, blocks_given=given)
         self._in_use: object = None  # the iteration under way
         self._untracked: Any = mmap.mmap(-1, 1)  # memory shared with forked workers, who set it
 
@@ -267,9 +301,10 @@ class StreamingDataset(IterableDataset[Any]):
         """Returns the state after the last row handed out: plain JSON types.
 
         Exact for this rank's splits; of the others it says as many rows as cycles were completed here. Merge the
-        states of all ranks (``merge_state_dicts``) where rows were skipped.
+        states of all ranks (``merge_state_dicts``) where rows were skipped, and always where they are packed.
 
         Raises:
+            StateError: Rows are packed, and this is within a cycle.
             RuntimeError: Workers of torch's own ``DataLoader`` iterate copies of this dataset.
         """
         if self._untracked[0]:
@@ -297,10 +332,10 @@ class StreamingDataset(IterableDataset[Any]):
         """Merges the states of all ranks, taken after the same cycle; see ``ray_lance_stream.merge_state_dicts``."""
         return merge_state_dicts(states)
 
-    def _mark(self) -> RowCursor:
+    def _mark(self) -> Any:
         return self._rows.mark()
 
-    def _rewind(self, mark: RowCursor) -> None:
+    def _rewind(self, mark: Any) -> None:
         self._rows.rewind(mark)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -353,8 +388,9 @@ class StreamingDataset(IterableDataset[Any]):
 
     @property
     def consumed_rows(self) -> int:
-        """Rows of this epoch handed out by this rank."""
-        return sum(self._rows.cursor.samples[split] for split in self._rows.owned)
+        """Rows of this epoch handed out by this rank; of packed documents those that were begun."""
+        samples = self._rows.cursor.samples
+        return sum(samples[split] for split in self._rows.owned)
 
     @property
     def rows_skipped(self) -> int:
@@ -368,8 +404,21 @@ class StreamingDataset(IterableDataset[Any]):
 
     @property
     def left_behind(self) -> int:
-        """Rows that came through but were not handed out, because some split of the epoch had ended."""
+        """Rows of which nothing was handed out: some split of the epoch had ended, or they were not needed for blocks.
+
+        Where rows are packed and some fail, those that would have failed count as well.
+        """
         return self._rows.measured().left_behind
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of padding in the blocks handed out."""
+        return self._rows.measured().padded_tokens
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens beyond an epoch's last blocks, of the documents these cut; further ones: :attr:`left_behind`."""
+        return self._rows.measured().dropped_tokens
 
 
 def _check_unused(name: str, value: int | None, default: int | None) -> None:

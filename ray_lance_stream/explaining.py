@@ -27,8 +27,9 @@ from ray_lance_stream.errors import ConfigError, StateMismatchError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import OrderSpec, Plan, PlanSpec, SplitLayout, require_int
 from ray_lance_stream.position import Position
+from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.request import Ranges
-from ray_lance_stream.state import Provenance, StreamState
+from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Replica, StepPlan
 
 if TYPE_CHECKING:

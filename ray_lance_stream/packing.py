@@ -84,6 +84,11 @@ class SplitPacker:
         self._dropped = 0
 
     @property
+    def blocks_given(self) -> int:
+        """Blocks this split has given in this epoch."""
+        return self._blocks
+
+    @property
     def blocks_left(self) -> int:
         """Blocks this split has still to give in this epoch."""
         return self.packing.blocks_per_split - self._blocks

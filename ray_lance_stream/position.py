@@ -8,7 +8,8 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import StateError, StateMismatchError, explain
 from ray_lance_stream.plan import PlanSpec
-from ray_lance_stream.state import Provenance, StreamState, reconcile
+from ray_lance_stream.provenance import Provenance, reconcile
+from ray_lance_stream.state import StreamState
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import StateError, explain
-from ray_lance_stream.state import Provenance, StreamState
+from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.state import StreamState
 
 
 @dataclass(kw_only=True)

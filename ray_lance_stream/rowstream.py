@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import pyarrow as pa
 
 from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.config import StreamConfig
-from ray_lance_stream.errors import StateError, StateMismatchError, explain
-from ray_lance_stream.plan import PlanSpec
-from ray_lance_stream.reader import ReadAhead
-from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.rowcursor import RowCursor
-from ray_lance_stream.sifting import SkipLog
 from ray_lance_stream.source import BlockSource
-from ray_lance_stream.state import Provenance, StreamState, reconcile
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.streambase import StreamBase
 from ray_lance_stream.survivors import SurvivorReader
 
 _ROWS_AT_ONCE: Final = 1024  # rows made into objects together
 _CYCLES_AGREED: Final = 64  # how far ahead the ranks agree that all of them can go on
 
 
-@dataclass(kw_only=True)
-class Totals:
-    """What was read and skipped since the beginning, over all iterations."""
-
-    read_bytes: int = 0
-    take_s: float = 0.0
-    transform_s: float = 0.0
-    left_behind: int = 0  # rows read that the common end of an epoch left undelivered
-
-
-class RowStream:
+class RowStream(StreamBase[RowCursor]):
     """One rank's rows of a stream.
 
     Args:
@@ -46,79 +32,17 @@ class RowStream:
     """
 
     def __init__(self, config: StreamConfig, owned: range, epoch: int, agreement: Agreement | None) -> None:
-        self.config = config
-        self.owned = owned
-        self.provenance = Provenance(table=config.identity, order=config.order)
-        self.cursor = RowCursor.start(epoch, config.order.num_splits, owned)
-        self.reader: SurvivorReader | None = None
-        self.skips = SkipLog()
-        self.totals = Totals()
+        super().__init__(config, owned, RowCursor.start(epoch, config.order.num_splits, owned))
         self._agreement = agreement
-        self._handle: PlanHandle | None = None
         self._agreed = 0  # cycles of this epoch that every rank can serve
 
     def __getstate__(self) -> dict[str, Any]:
-        # Blocks that were read ahead belong to the process that asked for them.
-        return self.__dict__ | {"reader": None, "_handle": None, "_agreed": 0}
-
-    # ------------------------------------------------------------------ state
-
-    def state(self) -> StreamState:
-        """Returns the state after the last row handed out."""
-        return self.cursor.state(self.provenance)
-
-    def load(self, state: StreamState, *, epoch_given: int = 0) -> None:
-        """Moves to the row after a state, and to the table version it was taken from.
-
-        Args:
-            state: The state.
-            epoch_given: The epoch the user asked for, 0 if none; a state of another one is refused.
-
-        Raises:
-            StateMismatchError: The state belongs to other data; the message names the field.
-            StateError: It was taken within a cycle, and this is one of several ranks.
-        """
-        config = self.config
-        order = reconcile(
-            state.provenance, config.order, seed_given=config.seed_given, allow_changes=config.allow_changes
-        )
-        if epoch_given and state.epoch != epoch_given:
-            raise StateMismatchError(
-                explain(
-                    "epoch differs: the state belongs to another epoch",
-                    found=epoch_given,
-                    expected=str(state.epoch),
-                    remedy=f"pass epoch={state.epoch}, or leave it out",
-                ),
-                "epoch",
-                state.epoch,
-                epoch_given,
-            )
-        cursor = RowCursor.at(state, self.owned)
-        self.drop_reader()
-        keeps_table = "table" not in config.allow_changes
-        self.provenance = Provenance(table=state.provenance.table if keeps_table else config.identity, order=order)
-        self.cursor = cursor
-        self._handle = None
-
-    def mark(self) -> RowCursor:
-        """Returns where the stream stands, for :meth:`rewind`."""
-        return self.cursor.copy()
-
-    def rewind(self, mark: RowCursor) -> None:
-        """Goes back to a mark."""
-        if mark != self.cursor:
-            self.drop_reader()
-            self.cursor = mark.copy()
+        return super().__getstate__() | {"_agreed": 0}
 
     def drop_reader(self) -> None:
         """Gives up what was read ahead."""
-        reader, self.reader = self.reader, None
+        super().drop_reader()
         self._agreed = 0
-        if reader is not None:
-            _add(self.totals, reader)
-            self.skips.merge(reader.skips)
-            reader.close()
 
     def only(self, owned: range) -> RowStream:
         """Returns a stream of a part of the splits, from where this one stands."""
@@ -127,21 +51,11 @@ class RowStream:
         part.cursor = replace(self.cursor.copy(), owned=owned)
         return part
 
-    # ------------------------------------------------------------------ what it measured
+    def _start(self, epoch: int) -> RowCursor:
+        return RowCursor.start(epoch, self.config.order.num_splits, self.owned)
 
-    def measured(self) -> Totals:
-        """Returns what was read and left behind so far."""
-        totals = replace(self.totals)
-        if self.reader is not None:
-            _add(totals, self.reader)
-        return totals
-
-    def skip_log(self) -> SkipLog:
-        """Returns the rows that were skipped so far."""
-        log = self.skips.copy()
-        if self.reader is not None:
-            log.merge(self.reader.skips)
-        return log
+    def _at(self, state: StreamState) -> RowCursor:
+        return RowCursor.at(state, self.owned)
 
     @property
     def rows_ready(self) -> int:
@@ -157,7 +71,7 @@ class RowStream:
         """Yields the rest of the epoch, row by row; the cursor has moved when a row comes out."""
         if self.cursor.has_moved and self._at_end(source):
             self._next_epoch()
-        reader = self.reader = self.reader or self._new_reader(source)
+        reader = self._reading(source)
         reader.interrupted.clear()
         yield from self._catch_up(reader)
         yield from self._cycles(reader)
@@ -165,46 +79,17 @@ class RowStream:
         self.totals.left_behind += self.rows_ready
 
     def _at_end(self, source: BlockSource) -> bool:
-        cursor, handle = self.cursor, self._opened(source)
-        if cursor.completed_cycles >= handle.num_rows // self.config.order.num_splits:
+        cursor = self.cursor
+        if cursor.completed_cycles >= self._rows_per_split(source):
             return True
-        reader = self.reader = self.reader or self._new_reader(source)
+        reader = self._reading(source)
         due = [(i, s) for i, s in enumerate(self.owned) if cursor.samples[s] == cursor.completed_cycles]
         return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in due)
 
-    def _next_epoch(self) -> None:
-        self.drop_reader()
-        self.cursor = RowCursor.start(self.cursor.epoch + 1, self.config.order.num_splits, self.owned)
-        self._handle = None
-
-    def _opened(self, source: BlockSource) -> PlanHandle:
-        if self._handle is None:
-            spec = PlanSpec(table=self.provenance.table, order=self.provenance.order, epoch=self.cursor.epoch)
-            handle = source.plan(spec)
-            length, order = handle.num_rows // spec.order.num_splits, self.provenance.order
-            if max(self.cursor.positions) > length:
-                raise StateError(
-                    explain(
-                        "the state lies beyond the end of the epoch",
-                        found=f"position {max(self.cursor.positions)} of a split",
-                        expected=f"at most {length}, the rows of a split of {order.num_splits}",
-                        remedy="load the state as it was saved, on the table it was taken from",
-                    )
-                )
-            self._handle = handle
-        return self._handle
-
-    def _new_reader(self, source: BlockSource) -> SurvivorReader:
-        handle, prefetch = self._opened(source), self.config.prefetch
-        return SurvivorReader(
-            source,
-            handle,
-            self.owned,
-            samples=self.cursor.samples[self.owned.start : self.owned.stop],
-            positions=self.cursor.positions[self.owned.start : self.owned.stop],
-            rows_per_split=handle.num_rows // self.config.order.num_splits,
-            read_ahead=ReadAhead(max_bytes=prefetch.max_buffer_bytes, block_bytes=prefetch.block_bytes),
-        )
+    def _reading(self, source: BlockSource) -> SurvivorReader:
+        if self.reader is None:
+            self.reader = self._new_reader(source, self.cursor.samples[self.owned.start : self.owned.stop])
+        return self.reader
 
     def _catch_up(self, reader: SurvivorReader) -> Iterator[Any]:
         """After a state within a cycle: the least advanced splits first, until all have given as many rows."""
@@ -260,9 +145,3 @@ class RowStream:
         objects = rows.to_pylist()
         reader.transform_s += time.perf_counter() - began
         return objects
-
-
-def _add(totals: Totals, reader: SurvivorReader) -> None:
-    totals.read_bytes += reader.read_bytes
-    totals.take_s += reader.take_s
-    totals.transform_s += reader.transform_s

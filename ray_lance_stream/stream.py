@@ -18,9 +18,9 @@ from ray_lance_stream.checkpoint import Streams, resume_states
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.plan import SplitLayout, require_int
+from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
-from ray_lance_stream.state import Provenance
 from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Replica, Seat, StepPlan
 from ray_lance_stream.userplan import column_names, order_spec, read_plan

@@ -205,8 +205,7 @@ class PinnedTable:
             )
         with self._reading():
             if len(rows) == 0:
-                # Not Schema.empty_table(): it fails for some tensor types.
-                return pa.Table.from_batches([], schema=self._scanner(columns=paths).projected_schema)
+                return _empty(self._scanner(columns=paths).projected_schema)
             if _ascending(rows):
                 return self._take_ascending(rows, paths)
             distinct, places = np.unique(rows, return_inverse=True)
@@ -320,6 +319,17 @@ class PinnedTable:
             return self._ref.open(self.version).identity != self.identity
         except Exception:
             return False
+
+
+def _empty(schema: pa.Schema) -> pa.Table:
+    """Returns no rows, each column in one chunk. (``Schema.empty_table()`` fails for some tensor types.)"""
+
+    def column(kind: Any) -> Any:
+        if isinstance(kind, pa.BaseExtensionType):
+            return pa.ExtensionArray.from_storage(kind, pa.array([], kind.storage_type))
+        return pa.array([], kind)
+
+    return pa.Table.from_arrays([column(field.type) for field in schema], schema=schema)
 
 
 def _paths(field: pa.Field[Any], parent: str = "") -> Iterator[str]:

@@ -12,7 +12,8 @@ from ray_lance_stream.checkpoint import Streams, locate, write_streams
 from ray_lance_stream.cli.main import cli
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.plan import OrderSpec, TableIdentity
-from ray_lance_stream.state import Provenance, StreamState
+from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import GlobalBatch
 
 

@@ -14,7 +14,8 @@ from ray_lance_stream.checkpoint import FILE_NAME, locate, read_streams, write_s
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import StateError, StateMismatchError
 from ray_lance_stream.plan import OrderSpec, TableIdentity
-from ray_lance_stream.state import Provenance, StreamState
+from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.state import StreamState
 
 LOCAL = pafs.LocalFileSystem()
 

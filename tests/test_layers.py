@@ -30,8 +30,10 @@ ORDER = (
     "packspec",
     "packstate",
     "packing",
+    "provenance",
     "state",
     "rowcursor",
+    "packedcursor",
     # Lance rows to Arrow blocks.
     "request",
     "sifting",
@@ -44,6 +46,7 @@ ORDER = (
     "rowlists",
     "trial",
     "block",
+    "tokens",
     # Blocks to batches.
     "stats",
     "config",
@@ -63,7 +66,9 @@ ORDER = (
     "local",
     "batches",
     "shard",
+    "streambase",
     "rowstream",
+    "packedstream",
     # Ray.
     "cluster.__init__",
     "cluster.parcel",
@@ -106,7 +111,20 @@ ORDER = (
     "cli.__main__",
     "__init__",
 )
-PURE = ("errors", "permutation", "plan", "topology", "counts", "packspec", "packstate", "packing", "state", "rowcursor")
+PURE = (
+    "errors",
+    "permutation",
+    "plan",
+    "topology",
+    "counts",
+    "packspec",
+    "packstate",
+    "packing",
+    "provenance",
+    "state",
+    "rowcursor",
+    "packedcursor",
+)
 ROWS_TO_BLOCKS = (
     "request",
     "sifting",
@@ -119,12 +137,24 @@ ROWS_TO_BLOCKS = (
     "rowlists",
     "trial",
     "block",
+    "tokens",
 )
 RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and cluster/
-TORCH_MODULES = ("dataset", "loader")  # their classes are torch's
+TORCH_MODULES = ("packedstream", "dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
-LANCE_MODULES = {"rownumbers", "table", "location", "rowlists", "block", "local", "rowsource", "dataset", "loader"}
+LANCE_MODULES = {
+    "rownumbers",
+    "table",
+    "location",
+    "rowlists",
+    "block",
+    "tokens",
+    "local",
+    "rowsource",
+    "dataset",
+    "loader",
+}
 HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
 
 # Imports against the order, with the reason. Each must still exist, and must not be at module level.

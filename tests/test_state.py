@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
 from ray_lance_stream.plan import OrderSpec, TableIdentity
-from ray_lance_stream.state import (
-    OVERRIDABLE_FIELDS,
-    Provenance,
-    StreamState,
-    check_overrides,
-    merge_state_dicts,
-    merge_states,
-    reconcile,
-)
+from ray_lance_stream.provenance import OVERRIDABLE_FIELDS, Provenance, check_overrides, reconcile
+from ray_lance_stream.state import StreamState, merge_state_dicts, merge_states
 
 TABLE = TableIdentity(version=7, fingerprint="0123456789abcdef")
 JSON = Any
