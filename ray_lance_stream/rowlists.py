@@ -14,7 +14,7 @@ from ray_lance_stream.userplan import UserPlan
 
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
-    from ray_lance_stream.table import PinnedTable
+    from ray_lance_stream.readable import ReadableTable
 
 _EPOCH_FACTOR: Final = 100_003  # how lancedb.streaming derives an epoch's seed from the first
 _MEMORY_VARIABLE: Final = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
@@ -22,7 +22,7 @@ _BYTES_PER_ROW: Final = 1024  # far more than the builder's sort needs; its defa
 _MAX_BUILDER_SEED: Final = 2**64 - 1
 
 
-def listed_rows(spec: PlanSpec, table: PinnedTable, ref: TableRef, plan: UserPlan | None) -> tuple[IntArray, int]:
+def listed_rows(spec: PlanSpec, table: ReadableTable, ref: TableRef, plan: UserPlan | None) -> tuple[IntArray, int]:
     """Returns the row numbers that places of a plan refer to, in the plan's order; and how many are left out.
 
     Args:
@@ -41,12 +41,12 @@ def listed_rows(spec: PlanSpec, table: PinnedTable, ref: TableRef, plan: UserPla
     matching = None if order.filter is None else table.matching_rows(order.filter)
     count = table.num_rows if matching is None else len(matching)
     if order.is_listed_per_epoch and count >= order.num_splits:  # with fewer the plan says what is wrong
-        rows = table.numbers_of(_permuted(spec, table, ref))
+        rows = table.numbers_of(ref.original_ids(_permuted(spec, table, ref)))
         return rows, count - len(rows)
     return np.arange(count) if matching is None else matching, 0
 
 
-def _permuted(spec: PlanSpec, table: PinnedTable, ref: TableRef) -> Any:
+def _permuted(spec: PlanSpec, table: ReadableTable, ref: TableRef) -> Any:
     """Asks LanceDB's permutation builder for an epoch's order: row ids, split by split, without the remainder."""
     from lancedb.permutation import permutation_builder
 

@@ -36,7 +36,10 @@ ORDER = (
     "request",
     "sifting",
     "rownumbers",
+    "readable",
     "table",
+    "apitable",
+    "apisource",
     "location",
     "columns",
     "transform",
@@ -104,7 +107,10 @@ ROWS_TO_BLOCKS = (
     "request",
     "sifting",
     "rownumbers",
+    "readable",
     "table",
+    "apitable",
+    "apisource",
     "location",
     "columns",
     "transform",
@@ -117,7 +123,7 @@ RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and clu
 TORCH_MODULES = ("dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
-LANCE_MODULES = {"rownumbers", "table", "location", "rowlists", "block", "local", "rowsource", "dataset"}
+LANCE_MODULES = {"rownumbers", "table", "apisource", "location", "rowlists", "block", "local", "rowsource", "dataset"}
 HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
 
 # Imports against the order, with the reason. Each must still exist, and must not be at module level.
