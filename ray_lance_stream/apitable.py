@@ -78,7 +78,12 @@ class ApiTable:
 
     def check_filter(self, filter: str) -> None:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
-        self._filtered(filter, lambda: self._query([_ID]).where(filter).explain_plan())
+        try:
+            self._filtered(filter, lambda: self._query([_ID]).where(filter).explain_plan())
+        except OSError:
+            # Of a plan that cannot be explained LanceDB does not say whether the server refused it.
+            self.count_rows(filter)
+            raise
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Raises ConfigError if a column does not exist."""
@@ -218,6 +223,17 @@ def present_versions(handle: Any) -> list[int] | None:
         return sorted(entry["version"] for entry in handle.list_versions())
     except Exception:
         return None
+
+
+def check_out(handle: Any, version: int) -> None:
+    """Moves a handle to a version; raises TableVersionError if there is no such version."""
+    try:
+        handle.checkout(int(version))
+    except Exception as error:
+        present = present_versions(handle)
+        if present is None or version in present:  # the trouble is another one
+            raise
+        raise version_gone(handle.name, version, present) from error
 
 
 def _places(ids: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

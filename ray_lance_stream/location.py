@@ -51,6 +51,8 @@ class TableRef:
     namespace: tuple[str, ...] = ()
     live: Any = field(default=None, compare=False, repr=False)
     api: ApiSource | None = field(default=None, compare=False, repr=False)
+    # Credentials of servers, as tables that connection_factory opens tell them.
+    _secrets: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(cls, table: Any, connection_factory: Callable[[str], Any] | None = None) -> TableRef:
@@ -85,7 +87,7 @@ class TableRef:
 
     def __getstate__(self) -> dict[str, Any]:
         # An open table cannot travel; whoever gets the reference opens its own.
-        return self.__dict__ | {"live": None, "api": self.api if self.connection_factory is None else None}
+        return self.__dict__ | {"live": None, "api": None if self.connection_factory else self.api, "_secrets": set()}
 
     def __post_init__(self) -> None:
         if (self.uri is None) == (self.connection_factory is None):
@@ -157,6 +159,7 @@ class TableRef:
             table = self.connection_factory(self.name)
             api = source_of(table, fresh=True)
             if api is not None:
+                self._secrets.update(api.secrets())
                 return api.handle(version)
         else:
             table = self._connect().open_table(self.name, namespace_path=list(self.namespace) or None)
@@ -168,13 +171,13 @@ class TableRef:
         return row_ids if self.api is None else self.api.original_ids(row_ids)
 
     def _open_api(self, api: ApiSource, version: int | None) -> ReadableTable:
-        ref = replace(self, api=api)  # it knows what to keep out of messages
+        self._secrets.update(api.secrets())
         try:
-            return api.open(version, ref)
+            return api.open(version, self)
         except (ConfigError, TableVersionError):
             raise
         except Exception as error:
-            raise ref._cannot_open(error) from ref.shown(error)
+            raise self._cannot_open(error) from self.shown(error)
 
     def _open_latest(self, version: int | None) -> lance.LanceDataset | ApiSource:
         database = None
@@ -256,8 +259,7 @@ class TableRef:
 
     def without_secrets(self, text: str) -> str:
         """Returns ``text`` with ``***`` for every value of ``storage_options``, and for a server's API key."""
-        values = {str(value) for value in (self.storage_options or {}).values()}
-        values |= set() if self.api is None else self.api.secrets()
+        values = {str(value) for value in (self.storage_options or {}).values()} | self._secrets
         for value in sorted(values - {"true", "false"}, key=len, reverse=True):
             if len(value) > 3:  # "1" and the like are no secrets, and would eat the message
                 text = text.replace(value, "***")

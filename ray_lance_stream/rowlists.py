@@ -67,5 +67,10 @@ def _permuted(spec: PlanSpec, table: ReadableTable, ref: TableRef) -> Any:
     if order.filter is not None:
         builder = builder.filter(order.filter)
     clump = None if order.shuffle_clump_size == 1 else order.shuffle_clump_size
-    built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
+    try:
+        built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
+    except Exception as error:
+        if ref.shown(error) is not None:
+            raise
+        raise OSError(ref.without_secrets(f"LanceDB's permutation of table {ref.name!r} failed: {error}")) from None
     return built.to_arrow().column("row_id").to_numpy()

@@ -39,6 +39,8 @@ ORDER = (
     "readable",
     "table",
     "apitable",
+    "memorysource",
+    "remotesource",
     "apisource",
     "location",
     "columns",
@@ -110,6 +112,8 @@ ROWS_TO_BLOCKS = (
     "readable",
     "table",
     "apitable",
+    "memorysource",
+    "remotesource",
     "apisource",
     "location",
     "columns",
@@ -123,7 +127,17 @@ RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and clu
 TORCH_MODULES = ("dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
-LANCE_MODULES = {"rownumbers", "table", "apisource", "location", "rowlists", "block", "local", "rowsource", "dataset"}
+LANCE_MODULES = {
+    "rownumbers",
+    "table",
+    "memorysource",
+    "location",
+    "rowlists",
+    "block",
+    "local",
+    "rowsource",
+    "dataset",
+}
 HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
 
 # Imports against the order, with the reason. Each must still exist, and must not be at module level.
