@@ -190,7 +190,9 @@ class ApiTable:
             present = present_versions(self._handle)
             if present is not None and self.version not in present:
                 raise version_gone(self._ref.name, self.version, present) from self._ref.shown(error)
-            text = self._ref.without_secrets(f"{type(error).__name__}: {error}")
+            # Where a client gave up trying, the cause says what the server answered.
+            causes = "" if error.__cause__ is None else f" ({error.__cause__})"
+            text = self._ref.without_secrets(f"{type(error).__name__}: {error}{causes}")
             raise OSError(f"reading {self._ref.name!r} version {self.version} failed: {text}") from self._ref.shown(
                 error
             )

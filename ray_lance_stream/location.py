@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_lance_stream.apisource import ApiSource, source_of
+from ray_lance_stream.apitable import is_remote
 from ray_lance_stream.errors import ConfigError, TableVersionError, explain
 from ray_lance_stream.readable import ReadableTable, listed, version_gone
 from ray_lance_stream.table import PinnedTable, present_versions
@@ -74,6 +75,8 @@ class TableRef:
             )
         api = source_of(table)
         if connection_factory is not None:
+            if is_remote(table):  # the factory's connection serves here, too
+                return cls(name=name, connection_factory=connection_factory)
             return cls(name=name, connection_factory=connection_factory, live=None if api else table, api=api)
         if api is not None:
             return cls(uri=api.uri, name=name, namespace=tuple(table._namespace_path or ()), api=api)
@@ -266,8 +269,13 @@ class TableRef:
         return text
 
     def shown(self, error: Exception) -> Exception | None:
-        """Returns the error to chain; None if a traceback with its text would show a secret."""
-        return error if self.without_secrets(str(error)) == str(error) else None
+        """Returns the error to chain; None if a traceback with its text, or its causes', would show a secret."""
+        link: BaseException | None = error
+        while link is not None:
+            if self.without_secrets(str(link)) != str(link):
+                return None
+            link = link.__cause__ or link.__context__
+        return error
 
 
 def _not_local(name: str) -> ConfigError:

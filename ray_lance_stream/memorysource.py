@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import threading
@@ -37,8 +36,8 @@ class MemorySource:
 
     def at(self, version: int, /) -> MemorySource:
         """Returns a source that has this version when it gets to another process."""
-        other = copy.copy(self)
-        other._version = version
+        other = MemorySource(self._table, version)
+        other._fingerprints = self._fingerprints
         return other
 
     def handle(self, version: int | None) -> Any:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import lancedb
+import numpy as np
 import pyarrow as pa
 from lance.schema import schema_to_json
 
@@ -138,14 +139,12 @@ def _query(table: Any, body: dict[str, Any]) -> Any:
 def _as_file(rows: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, rows.schema) as file:
-        file.write_table(rows.take(pa.array(range(rows.num_rows - 1, -1, -1))))
+        file.write_table(rows.take(np.arange(rows.num_rows)[::-1]))
     return bytes(sink.getvalue())
 
 
 def open_remote(url: str, api_key: str, name: str) -> Any:
     """Opens a table as users do, without trying again where the server fails."""
     retries = {"retries": 0, "connect_retries": 0, "read_retries": 0}
-    database = lancedb.connect(
-        "db://base", api_key=api_key, host_override=url, client_config={"retry_config": {**retries}}
-    )
+    database = lancedb.connect("db://base", api_key=api_key, host_override=url, client_config={"retry_config": retries})
     return database.open_table(name)
