@@ -20,6 +20,7 @@ from ray_lance_stream.readable import (
     check_numbers,
     known_columns,
     listed,
+    said,
     version_gone,
 )
 
@@ -190,9 +191,7 @@ class ApiTable:
             present = present_versions(self._handle)
             if present is not None and self.version not in present:
                 raise version_gone(self._ref.name, self.version, present) from self._ref.shown(error)
-            # Where a client gave up trying, the cause says what the server answered.
-            causes = "" if error.__cause__ is None else f" ({error.__cause__})"
-            text = self._ref.without_secrets(f"{type(error).__name__}: {error}{causes}")
+            text = self._ref.without_secrets(f"{type(error).__name__}: {said(error)}")
             raise OSError(f"reading {self._ref.name!r} version {self.version} failed: {text}") from self._ref.shown(
                 error
             )

@@ -151,6 +151,11 @@ def bad_filter(filter: str, error: Exception, source: Source, schema: pa.Schema)
     )
 
 
+def said(error: Exception) -> str:
+    """Returns what an error says, and its cause: where a client gave up trying, that is what the server answered."""
+    return str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
+
+
 def ascending(rows: NDArray[np.int64]) -> bool:
     """Whether the rows ascend without repeats."""
     return bool(np.all(rows[1:] > rows[:-1]))

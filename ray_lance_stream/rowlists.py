@@ -10,6 +10,7 @@ import numpy as np
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.readable import said
 from ray_lance_stream.userplan import UserPlan
 
 if TYPE_CHECKING:
@@ -72,5 +73,6 @@ def _permuted(spec: PlanSpec, table: ReadableTable, ref: TableRef) -> Any:
     except Exception as error:
         if ref.shown(error) is not None:
             raise
-        raise OSError(ref.without_secrets(f"LanceDB's permutation of table {ref.name!r} failed: {error}")) from None
+        text = f"LanceDB's permutation of table {ref.name!r} failed: {said(error)}"
+        raise OSError(ref.without_secrets(text)) from None
     return built.to_arrow().column("row_id").to_numpy()
