@@ -52,7 +52,7 @@ class TableRef:
     namespace: tuple[str, ...] = ()
     live: Any = field(default=None, compare=False, repr=False)
     api: ApiSource | None = field(default=None, compare=False, repr=False)
-    # Credentials of servers, as tables that connection_factory opens tell them.
+    # Of servers, as their tables tell.
     _secrets: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
@@ -75,9 +75,8 @@ class TableRef:
             )
         api = source_of(table)
         if connection_factory is not None:
-            if is_remote(table):  # the factory's connection serves here, too
-                return cls(name=name, connection_factory=connection_factory)
-            return cls(name=name, connection_factory=connection_factory, live=None if api else table, api=api)
+            own = None if is_remote(table) else api  # the factory's connection serves here, too
+            return cls(name=name, connection_factory=connection_factory, live=None if api else table, api=own)
         if api is not None:
             return cls(uri=api.uri, name=name, namespace=tuple(table._namespace_path or ()), api=api)
         return cls(
