@@ -131,6 +131,7 @@ LANCE_MODULES = {
     "rownumbers",
     "table",
     "memorysource",
+    "apisource",
     "location",
     "rowlists",
     "block",
