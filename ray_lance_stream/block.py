@@ -22,10 +22,10 @@ from ray_lance_stream.errors import StateMismatchError, TransformError, explain
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec, TableIdentity
+from ray_lance_stream.readable import ReadableTable
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted
-from ray_lance_stream.table import PinnedTable
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import sifted, try_rows
 from ray_lance_stream.userplan import UserPlan
@@ -70,7 +70,7 @@ class BlockBuilder:
 
     def __init__(self, recipe: BlockRecipe) -> None:
         self._recipe = recipe
-        self._tables: _Cache[int, PinnedTable] = _Cache(_OPEN_VERSIONS)
+        self._tables: _Cache[int, ReadableTable] = _Cache(_OPEN_VERSIONS)
         self._plans: _Cache[str, Plan] = _Cache(_OPEN_PLANS)
         self._rows_in_transform = 0
         self._count_lock = threading.Lock()
@@ -215,7 +215,7 @@ class BlockBuilder:
         rows = np.unique(np.linspace(0, max(0, table.num_rows - 1), _PROBE_ROWS, dtype=np.int64))
         table.take(rows[rows < table.num_rows], self._recipe.columns)
 
-    def open_table(self, version: int) -> PinnedTable:
+    def open_table(self, version: int) -> ReadableTable:
         """Opens a version of the table, or finds it open."""
         return self._tables.get(version, lambda: self._recipe.table.open(version))
 
@@ -229,13 +229,13 @@ class BlockBuilder:
                 raise
             raise OSError(self._recipe.table.without_secrets(str(error))) from None
 
-    def _table(self, spec: PlanSpec) -> PinnedTable:
+    def _table(self, spec: PlanSpec) -> ReadableTable:
         table = self.open_table(spec.table.version)
         check_identity(table, spec.table, self._recipe.table)
         return table
 
 
-def check_identity(table: PinnedTable, expected: TableIdentity, ref: TableRef) -> None:
+def check_identity(table: ReadableTable, expected: TableIdentity, ref: TableRef) -> None:
     """Raises StateMismatchError if a version that was opened is not the one that is meant."""
     if table.identity != expected:
         raise StateMismatchError(

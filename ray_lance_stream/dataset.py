@@ -44,7 +44,8 @@ class StreamingDataset(IterableDataset[Any]):
     Iterating yields the rest of the epoch; after its end the next one follows, and after a ``break`` the next row.
 
     Args:
-        table: The open table. The version it stands at now is read, whatever is written later.
+        table: The open table. The version it stands at now is read, whatever is written later. One in memory goes to
+            other processes whole; a remote one with its API key, unless there is a ``connection_factory``.
         num_splits: Splits, S; ``world_size`` by default. Fixed for the life of a run.
         shuffle: Shuffle rows over the whole table.
         shuffle_seed: Seed of the order; None draws one, on a single rank only.

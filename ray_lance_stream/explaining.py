@@ -34,8 +34,8 @@ from ray_lance_stream.topology import Replica, StepPlan
 
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
+    from ray_lance_stream.readable import ReadableTable
     from ray_lance_stream.stream import LanceStream
-    from ray_lance_stream.table import PinnedTable
 
 
 _STEP_REMEDY: Final = "pass what shard.step said at the end of the step: the first one of an epoch is 1"
@@ -77,7 +77,7 @@ class OfflinePlan:
         ConfigError: A filter that cannot be read, or fewer rows than splits.
     """
 
-    def __init__(self, table: PinnedTable, order: OrderSpec) -> None:
+    def __init__(self, table: ReadableTable, order: OrderSpec) -> None:
         self.table = table
         self.order = order
         self._matching: IntArray | None = None if order.filter is None else table.matching_rows(order.filter)

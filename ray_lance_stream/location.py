@@ -10,9 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import lance
+import numpy as np
+from numpy.typing import NDArray
 
-from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.table import PinnedTable, listed, present_versions, version_gone
+from ray_lance_stream.apisource import ApiSource, source_of
+from ray_lance_stream.apitable import is_remote
+from ray_lance_stream.errors import ConfigError, TableVersionError, explain
+from ray_lance_stream.readable import ReadableTable, listed, version_gone
+from ray_lance_stream.table import PinnedTable, present_versions
 
 if TYPE_CHECKING:
     import lancedb
@@ -32,6 +37,8 @@ class TableRef:
         live: The open table, in the process that has it.
         dataset_uri: Where LanceDB keeps the table, once known (see :meth:`located`): other processes then open
             it without LanceDB, which takes seconds to load.
+        api: How to read it where it has no Lance files to open: a table in memory, which travels whole, or a remote
+            one, which travels with its credentials.
 
     Raises:
         ConfigError: Not exactly one of uri and connection_factory, or a database that cannot be read.
@@ -44,6 +51,9 @@ class TableRef:
     dataset_uri: str | None = None
     namespace: tuple[str, ...] = ()
     live: Any = field(default=None, compare=False, repr=False)
+    api: ApiSource | None = field(default=None, compare=False, repr=False)
+    # Of servers, as their tables tell.
+    _secrets: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(cls, table: Any, connection_factory: Callable[[str], Any] | None = None) -> TableRef:
@@ -63,8 +73,12 @@ class TableRef:
                     remedy="open it with the synchronous API",
                 )
             )
+        api = source_of(table)
         if connection_factory is not None:
-            return cls(name=name, connection_factory=connection_factory, live=table)
+            own = None if is_remote(table) else api  # the factory's connection serves here, too
+            return cls(name=name, connection_factory=connection_factory, live=None if api else table, api=own)
+        if api is not None:
+            return cls(uri=api.uri, name=name, namespace=tuple(table._namespace_path or ()), api=api)
         return cls(
             uri=str(getattr(connection, "uri", "")),
             name=name,
@@ -75,7 +89,7 @@ class TableRef:
 
     def __getstate__(self) -> dict[str, Any]:
         # An open table cannot travel; whoever gets the reference opens its own.
-        return self.__dict__ | {"live": None}
+        return self.__dict__ | {"live": None, "api": None if self.connection_factory else self.api, "_secrets": set()}
 
     def __post_init__(self) -> None:
         if (self.uri is None) == (self.connection_factory is None):
@@ -109,7 +123,7 @@ class TableRef:
             f"connection_factory={self.connection_factory!r})"
         )
 
-    def open(self, version: int | None = None) -> PinnedTable:
+    def open(self, version: int | None = None) -> ReadableTable:
         """Opens one version for reading: the latest at this moment if ``version`` is None.
 
         Where the factory returns a table checked out at a version, that one counts as the latest.
@@ -118,7 +132,11 @@ class TableRef:
             ConfigError: The database or the table is missing, or cannot be opened.
             TableVersionError: The version was cleaned up, or never existed.
         """
+        if self.api is not None:
+            return self._open_api(self.api, version)
         dataset = self._open_latest(version)
+        if not isinstance(dataset, lance.LanceDataset):
+            return self._open_api(dataset, version)
         if version is not None and version != dataset.version:
             try:
                 dataset = dataset.checkout_version(int(version))
@@ -129,20 +147,41 @@ class TableRef:
                 raise version_gone(self.name, version, present) from self.shown(error)
         return PinnedTable(dataset, self)
 
-    def located(self, opened: PinnedTable) -> TableRef:
+    def located(self, opened: ReadableTable) -> TableRef:
         """Returns this reference with what is known once the table has been opened."""
+        if self.api is not None:
+            return replace(self, api=self.api.at(opened.version))
         return self if self.uri is None else replace(self, dataset_uri=opened.uri)
 
     def open_lancedb(self, version: int) -> lancedb.table.Table:
-        """Opens one version with LanceDB, for what only LanceDB can do."""
+        """Opens one version with LanceDB, for what only LanceDB can do; see :meth:`original_ids`."""
+        if self.api is not None:
+            return self.api.handle(version)
         if self.connection_factory is not None:
             table = self.connection_factory(self.name)
+            api = source_of(table, fresh=True)
+            if api is not None:
+                self._secrets.update(api.secrets())
+                return api.handle(version)
         else:
             table = self._connect().open_table(self.name, namespace_path=list(self.namespace) or None)
         table.checkout(version)
         return table
 
-    def _open_latest(self, version: int | None) -> lance.LanceDataset:
+    def original_ids(self, row_ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Returns by what ids the rows are known that have these in tables of :meth:`open_lancedb`."""
+        return row_ids if self.api is None else self.api.original_ids(row_ids)
+
+    def _open_api(self, api: ApiSource, version: int | None) -> ReadableTable:
+        self._secrets.update(api.secrets())
+        try:
+            return api.open(version, self)
+        except (ConfigError, TableVersionError):
+            raise
+        except Exception as error:
+            raise self._cannot_open(error) from self.shown(error)
+
+    def _open_latest(self, version: int | None) -> lance.LanceDataset | ApiSource:
         database = None
         try:
             if self.live is not None and version in (None, self.live.version):
@@ -155,6 +194,9 @@ class TableRef:
             else:
                 database = self._connect()
                 table = database.open_table(self.name, namespace_path=list(self.namespace) or None)
+            api = source_of(table, fresh=True)
+            if api is not None:
+                return api
             to_lance = getattr(table, "to_lance", None)
             if to_lance is None or inspect.iscoroutinefunction(to_lance):
                 raise NotImplementedError
@@ -171,7 +213,7 @@ class TableRef:
     def _connect(self) -> lancedb.DBConnection:
         uri = str(self.uri)
         if uri.startswith("db://"):
-            raise _not_local(self.name)
+            raise _remote(self.name)
         if "://" not in uri and not os.path.isdir(uri):
             # lancedb.connect would create the directory: a typing error must not leave a database behind.
             raise ConfigError(
@@ -218,24 +260,42 @@ class TableRef:
         )
 
     def without_secrets(self, text: str) -> str:
-        """Returns ``text`` with every value of ``storage_options`` replaced by ``***``."""
-        values = {str(value) for value in (self.storage_options or {}).values()} - {"true", "false"}
-        for value in sorted(values, key=len, reverse=True):
+        """Returns ``text`` with ``***`` for every value of ``storage_options``, and for a server's API key."""
+        values = {str(value) for value in (self.storage_options or {}).values()} | self._secrets
+        for value in sorted(values - {"true", "false"}, key=len, reverse=True):
             if len(value) > 3:  # "1" and the like are no secrets, and would eat the message
                 text = text.replace(value, "***")
         return text
 
     def shown(self, error: Exception) -> Exception | None:
-        """Returns the error to chain; None if a traceback with its text would show a secret."""
-        return error if self.without_secrets(str(error)) == str(error) else None
+        """Returns the error to chain; None if a traceback with its text, or its causes', would show a secret."""
+        link: BaseException | None = error
+        while link is not None:
+            if self.without_secrets(str(link)) != str(link):
+                return None
+            link = link.__cause__ or link.__context__
+        return error
 
 
 def _not_local(name: str) -> ConfigError:
     return ConfigError(
         explain(
             f"table {name!r} does not give access to its Lance files",
-            found="a remote (db://) or asynchronous table",
-            expected="a table on a file system or object store, opened with lancedb.connect",
+            found="neither files nor a table of LanceDB's synchronous API",
+            expected="a table opened with lancedb.connect",
             remedy="pass the uri of the storage itself, e.g. s3://bucket/path",
+        )
+    )
+
+
+def _remote(name: str) -> ConfigError:
+    return ConfigError(
+        explain(
+            f"the uri of table {name!r} does not give access to its server",
+            found="a remote (db://) database, without an API key",
+            expected="a function that connects",
+            remedy="pass connection_factory=, e.g. lambda name: "
+            "lancedb.connect('db://...', api_key=os.environ['LANCEDB_API_KEY']).open_table(name), instead of uri; "
+            "or the uri of the storage itself, e.g. s3://bucket/path",
         )
     )

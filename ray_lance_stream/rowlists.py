@@ -13,11 +13,12 @@ import numpy as np
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.readable import said
 from ray_lance_stream.userplan import UserPlan
 
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
-    from ray_lance_stream.table import PinnedTable
+    from ray_lance_stream.readable import ReadableTable
 
 _EPOCH_FACTOR: Final = 100_003  # how lancedb.streaming derives an epoch's seed from the first
 _MEMORY_VARIABLE: Final = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
@@ -27,7 +28,7 @@ _environment = threading.Lock()  # the builder reads its limit from the environm
 _MAX_BUILDER_SEED: Final = 2**64 - 1
 
 
-def listed_rows(spec: PlanSpec, table: PinnedTable, ref: TableRef, plan: UserPlan | None) -> tuple[IntArray, int]:
+def listed_rows(spec: PlanSpec, table: ReadableTable, ref: TableRef, plan: UserPlan | None) -> tuple[IntArray, int]:
     """Returns the row numbers that places of a plan refer to, in the plan's order; and how many are left out.
 
     Args:
@@ -46,12 +47,12 @@ def listed_rows(spec: PlanSpec, table: PinnedTable, ref: TableRef, plan: UserPla
     matching = None if order.filter is None else table.matching_rows(order.filter)
     count = table.num_rows if matching is None else len(matching)
     if order.is_listed_per_epoch and count >= order.num_splits:  # with fewer the plan says what is wrong
-        rows = table.numbers_of(_permuted(spec, table, ref))
+        rows = table.numbers_of(ref.original_ids(_permuted(spec, table, ref)))
         return rows, count - len(rows)
     return np.arange(count) if matching is None else matching, 0
 
 
-def _permuted(spec: PlanSpec, table: PinnedTable, ref: TableRef) -> Any:
+def _permuted(spec: PlanSpec, table: ReadableTable, ref: TableRef) -> Any:
     """Asks LanceDB's permutation builder for an epoch's order: row ids, split by split, without the remainder."""
     from lancedb.permutation import permutation_builder
 
@@ -70,8 +71,14 @@ def _permuted(spec: PlanSpec, table: PinnedTable, ref: TableRef) -> Any:
     if order.filter is not None:
         builder = builder.filter(order.filter)
     clump = None if order.shuffle_clump_size == 1 else order.shuffle_clump_size
-    with _builder_memory(table.num_rows * _BYTES_PER_ROW):
-        built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
+    try:
+        with _builder_memory(table.num_rows * _BYTES_PER_ROW):
+            built = builder.split_random(fixed=order.num_splits, seed=seed, clump_size=clump).execute()
+    except Exception as error:
+        if ref.shown(error) is not None:
+            raise
+        text = f"LanceDB's permutation of table {ref.name!r} failed: {said(error)}"
+        raise OSError(ref.without_secrets(text)) from None
     return built.to_arrow().column("row_id").to_numpy()
 
 

@@ -64,7 +64,7 @@ class LanceStream:
         version: Pin this table version; by default the latest now, or the one a resumed state names.
         storage_options: As for ``lancedb.connect``; never shown or stored in checkpoints.
         connection_factory: Instead of ``uri``: called with the table's name in every process that reads,
-            returns the open table. For credentials that must not travel.
+            returns the open table, remote ones (``db://``) included. For credentials that must not travel.
         prefetch: The pool of prefetchers.
         resume_from: Where to begin if the run has no checkpoint of its own: a checkpoint directory (path,
             URI or ``ray.train.Checkpoint``), or a state dict.

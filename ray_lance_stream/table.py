@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import lance
 import numpy as np
@@ -17,33 +15,21 @@ import pyarrow.compute as pc
 from lance.dataset import serialize_row_addrs
 from numpy.typing import NDArray
 
-from ray_lance_stream.errors import ConfigError, LanceStreamError, TableVersionError, explain
+from ray_lance_stream.errors import LanceStreamError
 from ray_lance_stream.plan import TableIdentity
+from ray_lance_stream.readable import (
+    Source,
+    ascending,
+    bad_filter,
+    check_all_there,
+    check_numbers,
+    check_stable,
+    known_columns,
+    version_gone,
+)
 from ray_lance_stream.rownumbers import RowNumbers, fingerprint
 
 _FRAGMENT_READERS: Final = 16
-_VOLATILE: Final = re.compile(
-    r"\b(random|rand|uuid|now|current_date|current_time|current_timestamp|today)\s*\(", re.IGNORECASE
-)
-_RUST_PLACE: Final = re.compile(r",? /[\w./@-]+\.rs:\d+:\d+")  # where Lance's own source raised
-_SHOWN: Final = 20  # names or version ranges listed in a message
-
-
-class Source(Protocol):
-    """What messages say of where a table came from; a ``location.TableRef``."""
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-
-    def open(self, version: int | None) -> PinnedTable:
-        """Opens a version anew."""
-
-    def without_secrets(self, text: str) -> str:
-        """Returns a text without credentials."""
-
-    def shown(self, error: Exception) -> Exception | None:
-        """Returns an error that may be chained."""
 
 
 class PinnedTable:
@@ -76,36 +62,30 @@ class PinnedTable:
         # Columns that are, or hold, blobs: there a plain take gives descriptors instead of bytes.
         plain = dataset.scanner().projected_schema
         self._blobs = {f.name for f in self.schema if f.type != plain.field(f.name).type}
-        self._paths = [path for f in self.schema for path in _paths(f)]
         self.identity = TableIdentity(
             version=self.version, fingerprint=fingerprint(fragments, dataset.lance_schema.fields())
         )
+
+    def __str__(self) -> str:
+        return f"table {self._ref.name!r}, version {self.version}"
 
     def __repr__(self) -> str:
         return f"PinnedTable({self._ref.name!r}, version={self.version}, num_rows={self.num_rows})"
 
     def check_filter(self, filter: str) -> None:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
-        if volatile := _VOLATILE.search(filter):
-            raise ConfigError(
-                explain(
-                    f"filter {filter!r} does not mean the same rows every time",
-                    found=f"{volatile.group(1)}()",
-                    expected="a condition that depends on the row alone",
-                    remedy="write the value itself, or store it in a column",
-                )
-            )
+        check_stable(filter)
         with self._reading():
             # In parentheses too: Lance ignores what stands behind the first whole expression.
             for text in (filter, f"({filter}\n)"):
                 try:
                     self._dataset.scanner(columns=[], filter=text, with_row_address=True).explain_plan()
                 except ValueError as error:
-                    raise self._bad_filter(filter, error) from self._ref.shown(error)
+                    raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Raises ConfigError if a column does not exist."""
-        self._known(columns)
+        known_columns(columns, self.schema, self)
 
     def count_rows(self, filter: str) -> int:
         """Returns how many rows satisfy a SQL condition; raises as :meth:`matching_rows`."""
@@ -114,7 +94,7 @@ class PinnedTable:
             try:
                 return int(self._dataset.count_rows(filter=filter))
             except ValueError as error:
-                raise self._bad_filter(filter, error) from self._ref.shown(error)
+                raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
 
     def matching_rows(self, filter: str) -> NDArray[np.int64]:
         """Returns the row numbers of the rows that satisfy a SQL condition, ascending; maybe none.
@@ -132,9 +112,9 @@ class PinnedTable:
                 for batch in scanner.to_batches():
                     found.append(numbers.from_addresses(batch.column("_rowaddr").to_numpy()))
             except ValueError as error:
-                raise self._bad_filter(filter, error) from self._ref.shown(error)
+                raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
         rows = np.concatenate(found)
-        return rows if _ascending(rows) else np.sort(rows)  # an index may answer in an order of its own
+        return rows if ascending(rows) else np.sort(rows)  # an index may answer in an order of its own
 
     def numbers_of(self, row_ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Returns the row numbers of row ids (``_rowid``); int64, same shape.
@@ -152,30 +132,11 @@ class PinnedTable:
             else:
                 there = self._row_numbers().has(row_ids)
                 numbers = self._row_numbers().from_addresses(np.where(there, row_ids, self._first_address()))
-        if not there.all():
-            missing = row_ids[~there]
-            raise ConfigError(
-                explain(
-                    f"the plan names rows that are not in {self!r}",
-                    found=f"{len(missing)} of {len(row_ids)} row ids, e.g. {missing[0]}",
-                    expected="ids of its live rows",
-                    remedy="pin the version the plan was made for with version=, or make the plan anew",
-                )
-            )
+        check_all_there(row_ids, there, self)
         return numbers
 
     def _first_address(self) -> np.uint64:
         return np.uint64(self._row_numbers().to_addresses(np.zeros(1, np.int64))[0])
-
-    def _bad_filter(self, filter: str, error: Exception) -> ConfigError:
-        return ConfigError(
-            explain(
-                f"filter {filter!r} does not work on table {self._ref.name!r}",
-                found=_RUST_PLACE.sub("", self._ref.without_secrets(str(error))),
-                expected=f"a SQL condition on the columns {listed(self.schema.names)}",
-                remedy="correct the filter",
-            )
-        )
 
     def take(self, rows: NDArray[np.int64], columns: Sequence[str] | None) -> pa.Table:
         """Reads rows by number, in the order given; repeats are allowed.
@@ -192,21 +153,13 @@ class PinnedTable:
             ConfigError: An unknown column, or a row number out of range.
             TableVersionError: The version vanished in the meantime.
         """
-        paths = self._known(columns)
+        paths = known_columns(columns, self.schema, self)
         rows = np.asarray(rows)
-        if len(rows) and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= self.num_rows):
-            raise ConfigError(
-                explain(
-                    f"row numbers are out of range in {self!r}",
-                    found=f"{rows.min()} to {rows.max()} ({rows.dtype})",
-                    expected=f"integers from 0 to {self.num_rows - 1}",
-                    remedy="take the rows of a plan that was made for this version",
-                )
-            )
+        check_numbers(rows, self.num_rows, self)
         with self._reading():
             if len(rows) == 0:
                 return _empty(self._scanner(columns=paths).projected_schema)
-            if _ascending(rows):
+            if ascending(rows):
                 return self._take_ascending(rows, paths)
             distinct, places = np.unique(rows, return_inverse=True)
             table: pa.Table = self._take_ascending(distinct, paths).take(places)
@@ -283,24 +236,6 @@ class PinnedTable:
                 position += batch.num_rows
         return np.concatenate(found)
 
-    def _known(self, columns: Sequence[str] | None) -> list[str]:
-        if columns is None:
-            return list(self.schema.names)
-        unknown = [column for column in columns if column not in self._paths]
-        if unknown or not columns or len(set(columns)) < len(columns):
-            near = [n for c in unknown for n in difflib.get_close_matches(c, self._paths)]
-            raise ConfigError(
-                explain(
-                    f"columns do not exist in table {self._ref.name!r}, version {self.version}"
-                    if unknown
-                    else "columns are empty or named twice",
-                    found=listed([repr(column) for column in unknown or columns]),
-                    expected=f"some of {listed(self._paths)}, each once",
-                    remedy=f"did you mean {' or '.join(map(repr, dict.fromkeys(near)))}" if near else "correct columns",
-                )
-            )
-        return list(columns)
-
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Turns a failed read into a TableVersionError if the version is gone; all else may pass by itself."""
@@ -332,44 +267,9 @@ def _empty(schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([column(field.type) for field in schema], schema=schema)
 
 
-def _paths(field: pa.Field[Any], parent: str = "") -> Iterator[str]:
-    """Yields the dotted names of a field and of the fields of its structs."""
-    path = f"{parent}{field.name}"
-    yield path
-    if pa.types.is_struct(field.type):
-        for child in field.type:
-            yield from _paths(child, f"{path}.")
-
-
-def _ascending(rows: NDArray[np.int64]) -> bool:
-    """Whether the rows ascend without repeats."""
-    return bool(np.all(rows[1:] > rows[:-1]))
-
-
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(names[:_SHOWN]) or "(none)") + more
-
-
 def present_versions(dataset: lance.LanceDataset) -> list[int] | None:
     """Returns the versions that still exist, ascending; None if even that cannot be read."""
     try:
         return sorted(entry["version"] for entry in dataset.version_refs())
     except Exception:
         return None
-
-
-def version_gone(name: str, version: int, present: Sequence[int]) -> TableVersionError:
-    edges = [v for i, v in enumerate(present) if i == 0 or v != present[i - 1] + 1]
-    ends = [v for i, v in enumerate(present) if i == len(present) - 1 or v != present[i + 1] - 1]
-    ranges = [str(a) if a == b else f"{a}-{b}" for a, b in zip(edges, ends, strict=True)]
-    return TableVersionError(
-        explain(
-            f"version {version} of table {name!r} cannot be read: it was cleaned up, or the table was "
-            "dropped and created anew, or there never was such a version",
-            found=f"versions {listed(ranges[::-1])}",
-            expected=f"version {version}",
-            remedy="restore the table from a copy that has this version, or start afresh on a version that "
-            "exists; to keep versions alive, tag them or clean up later than the run ends",
-        )
-    )

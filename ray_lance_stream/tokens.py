@@ -15,14 +15,14 @@ from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.packspec import Packing, estimate_blocks, sample_positions
 from ray_lance_stream.plan import Plan, PlanSpec
-from ray_lance_stream.table import PinnedTable
+from ray_lance_stream.readable import ReadableTable
 from ray_lance_stream.transform import Transform
 
 _NULLS: Final = "pack_sequences does not support null token lists or values"
 _SAMPLED_AT_ONCE: Final = 4096  # documents
 
 
-def packing_transform(table: PinnedTable, columns: Sequence[str] | None, transform: object) -> Transform:
+def packing_transform(table: ReadableTable, columns: Sequence[str] | None, transform: object) -> Transform:
     """Returns what brings documents into one form, having checked that there is one column of them.
 
     Raises:
