@@ -66,6 +66,7 @@ class BlockReader:
         self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
         first = max(_FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
         self._next_bytes = min(float(first), self._largest_bytes)
+        self._until = start_cycle  # first cycle that nobody waits for
         self._any_arrived = False
         self.interrupted = self._dispatcher.interrupted
 
@@ -87,7 +88,8 @@ class BlockReader:
         splits. Waits until the rows are there. ``rows`` must not begin before what was released.
         """
         width = len(self._owned)
-        self._ask_ahead(until=-(-rows.stop // width))
+        self._until = -(-rows.stop // width)
+        self._ask_ahead(until=self._until)
         parts = []
         for block in list(self._blocks):
             begin = block.ranges.start * width
@@ -137,11 +139,11 @@ class BlockReader:
     def _wait(self, wanted: Flight) -> pa.Table:
         for block in self._dispatcher.wait(wanted, self._blocks):
             self._any_arrived = True
-            self._weigh(block, wanted)
+            self._weigh(block)
         table: pa.Table = wanted.block
         return table
 
-    def _weigh(self, block: Flight, wanted: Flight) -> None:
+    def _weigh(self, block: Flight) -> None:
         """Lets estimates follow what rows really weigh; what then turns out to be too much is given up again."""
         weight = block.num_bytes / (block.ranges.stop - block.ranges.start)
         grown = weight > self._bytes_per_cycle
@@ -152,8 +154,8 @@ class BlockReader:
         for other in self._blocks:
             if not other.settled:
                 other.num_bytes = (other.ranges.stop - other.ranges.start) * self._bytes_per_cycle
-        while (last := self._blocks[-1]) is not wanted and not last.settled:
-            if last.ranges.start <= wanted.ranges.stop or self.buffered_bytes <= self._read_ahead.max_bytes:
+        while self._blocks and not (last := self._blocks[-1]).settled:
+            if last.ranges.start < self._until or self.buffered_bytes <= self._read_ahead.max_bytes:
                 return
             last.future.cancel()
             self._next_cycle = self._blocks.pop().ranges.start

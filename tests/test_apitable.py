@@ -140,7 +140,7 @@ def test_finds_what_the_table_on_disk_finds(home: Home, ref: TableRef) -> None:
 
 def test_refuses_what_is_not_there(ref: TableRef) -> None:
     table = ref.open()
-    with pytest.raises(ConfigError, match=r"columns do not exist in ApiTable\('t', version=3.*did you mean text"):
+    with pytest.raises(ConfigError, match=r"columns do not exist in table 't', version 3.*did you mean 'text'"):
         table.check_columns(["txt"])
     with pytest.raises(ConfigError, match="named twice"):
         table.take(np.array([0]), ["id", "id"])

@@ -178,7 +178,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
     ("content", "named"),
     [
         ("[1, 2]", "did not write"),
-        ("{}", "format is unknown"),
+        ("{}", "not a stream state"),
         ('{"samples_consumed_per_split": [1], "num_splits": 1}', "does not say what data it belongs to"),
         ('{"kind": "ray_lance_stream.checkpoint", "version": 99, "streams": {}}', "format version 99"),
         ("[" * 100_000, "not JSON"),

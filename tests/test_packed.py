@@ -456,7 +456,7 @@ def test_lancedb_goes_on_where_we_stopped_and_we_where_it_did(table: Any, holes:
         ({"columns": None}, "exactly one column"),
         ({"columns": ["tokens", "id"]}, "exactly one column"),
         ({"columns": ["id"]}, "'id' does not hold token lists"),
-        ({"columns": ["token"]}, "did you mean tokens"),
+        ({"columns": ["token"]}, "did you mean 'tokens'"),
         ({"blocks_per_epoch": 41}, "not a multiple of num_splits"),
         ({"blocks_per_epoch": "most"}, "blocks_per_epoch"),
         ({"eos_id": None}, "eos_id"),

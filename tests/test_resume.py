@@ -234,11 +234,12 @@ def test_a_version_that_was_cleaned_up_is_refused_before_the_first_step(tables: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table.cleanup_old_versions(datetime.timedelta(0), delete_unverified=True)
-    stream = tables.stream(uri=uri, resume_from=state)
     version = state["provenance"]["table_version"]
-    with pytest.raises(TableVersionError, match=f"version {version}") as error, stream.open():
-        pass
+    with pytest.raises(TableVersionError, match=f"version {version}") as error:
+        tables.stream(uri=uri, resume_from=state)
     says_all(error)
+    with tables.stream(uri=uri).open() as shard, pytest.raises(TableVersionError, match=f"version {version}"):
+        shard.load_state_dict(state)
 
 
 def test_a_copied_or_moved_table_is_the_same_table(tables: Tables, tmp_path: Path) -> None:
