@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
     from ray_lance_stream.readable import ReadableTable
     from ray_lance_stream.stream import LanceStream
+    from ray_lance_stream.userplan import UserPlan
 
 
 _STEP_REMEDY: Final = "pass what shard.step said at the end of the step: the first one of an epoch is 1"
@@ -72,27 +73,48 @@ class OfflinePlan:
     Args:
         table: The version, open.
         order: The order.
+        ref: How to open the table, for LanceDB's order.
+        plan: The user's rows, for the order "plan".
 
     Raises:
-        ConfigError: A filter that cannot be read, or fewer rows than splits.
+        ConfigError: A filter that cannot be read, fewer rows than splits, or the user's plan is missing.
     """
 
-    def __init__(self, table: ReadableTable, order: OrderSpec) -> None:
+    def __init__(
+        self, table: ReadableTable, order: OrderSpec, ref: TableRef | None = None, plan: UserPlan | None = None
+    ) -> None:
+        if order.order == "plan" and plan is None:
+            raise ConfigError(
+                explain(
+                    "which rows a step holds stands in the plan that the user chose",
+                    found="a state that names it by its digest",
+                    expected="the plan itself",
+                    remedy="call ray_lance_stream.explaining.rows_of_step() with the stream",
+                )
+            )
         self.table = table
         self.order = order
-        self._matching: IntArray | None = None if order.filter is None else table.matching_rows(order.filter)
-        self.num_rows = table.num_rows if self._matching is None else len(self._matching)
+        self._ref = ref
+        self._user_plan = plan
+        if plan is not None:
+            self.num_rows = len(plan.row_ids)
+        elif order.filter is not None:
+            self.num_rows = table.count_rows(order.filter)
+        else:
+            self.num_rows = table.num_rows
         self.layout = SplitLayout(num_rows=self.num_rows, num_splits=order.num_splits)
 
     @classmethod
-    def of_provenance(cls, ref: TableRef, provenance: Provenance) -> OfflinePlan:
+    def of_provenance(cls, ref: TableRef, provenance: Provenance, plan: UserPlan | None = None) -> OfflinePlan:
         """Returns the plan of what a state was consumed from.
 
         Args:
             ref: Where the table is now.
             provenance: What the state says.
+            plan: The user's rows, for the order "plan".
 
         Raises:
+            ConfigError: The state is one of packed documents: a block has no row of its own.
             TableVersionError: The version is gone.
             StateMismatchError: The version of that number holds other data.
         """
@@ -109,7 +131,26 @@ class OfflinePlan:
                 provenance.table,
                 table.identity,
             )
-        return cls(table, provenance.order)
+        if provenance.packing is not None:
+            raise ConfigError(
+                explain(
+                    "the blocks of packed documents are not rows of the table",
+                    found=f"a state with pack_sequences={provenance.packing.pack_sequences}",
+                    expected="a state of rows",
+                    remedy="read the stream itself to see its blocks",
+                )
+            )
+        return cls(table, provenance.order, ref, plan)
+
+    def _plan(self, epoch: int) -> Plan:
+        spec = PlanSpec(table=self.table.identity, order=self.order, epoch=epoch)
+        if not self.order.is_listed:
+            return Plan(spec, self.num_rows)
+        from ray_lance_stream.rowlists import listed_rows
+
+        assert self._ref is not None, "LanceDB's order needs LanceDB's table"
+        rows, _ = listed_rows(spec, self.table, self._ref, self._user_plan)
+        return Plan(spec, len(rows), rows)
 
     def steps(self, global_batch_size: int, *, drop_last: bool = False) -> StepPlan:
         """Returns the steps of an epoch."""
@@ -151,8 +192,7 @@ class OfflinePlan:
         owner, owner_index = _shares(steps.num_splits, len(cycles), 1 if world_size is None else world_size)
         wanted = np.arange(len(splits)) if rank is None else np.flatnonzero(owner == _known_rank(rank, world_size))
         shown = wanted[:limit]
-        spec = PlanSpec(table=self.table.identity, order=self.order, epoch=epoch)
-        rows = Plan(spec, self.num_rows, self._matching).rows(splits[shown], positions[shown])
+        rows = self._plan(epoch).rows(splits[shown], positions[shown])
         places = {"index": shown, "split": splits[shown], "position": positions[shown], "row": rows}
         if world_size is not None:
             places |= {"rank": owner[shown], "rank_index": owner_index[shown]}
@@ -197,7 +237,9 @@ def rows_of_step(
     """
     config = stream.config
     position = Position.start(config) if state is None else Position.resume(config, StreamState.from_dict(state))
-    plan = OfflinePlan.of_provenance(stream.recipe.table, position.provenance)
+    if position.positions is not None:
+        raise rows_were_skipped()
+    plan = OfflinePlan.of_provenance(stream.recipe.table, position.provenance, stream.recipe.plan)
     return plan.rows_of_step(
         plan.steps(config.global_batch_size, drop_last=config.drop_last),
         step,
@@ -206,6 +248,18 @@ def rows_of_step(
         rank=rank,
         columns=columns,
         limit=limit,
+    )
+
+
+def rows_were_skipped() -> ConfigError:
+    """Returns the error for a run that skipped rows: only the transform knows which."""
+    return ConfigError(
+        explain(
+            "which rows a step holds depends on the transform, as rows were skipped",
+            found="a state with positions ahead of the rows consumed",
+            expected="a run that skipped none",
+            remedy="read the stream itself from the state",
+        )
     )
 
 

@@ -108,9 +108,11 @@ def explain(
 
 def _plan_of_checkpoint(ref: Any, checkpoint: str, name: str | None) -> tuple[OfflinePlan, int]:
     from ray_lance_stream.cli.loading import load, one_stream
-    from ray_lance_stream.explaining import OfflinePlan
+    from ray_lance_stream.explaining import OfflinePlan, rows_were_skipped
 
     _, state = one_stream(load(checkpoint), name)
+    if state.positions != state.samples:
+        raise rows_were_skipped()
     return OfflinePlan.of_provenance(ref, state.provenance), state.epoch
 
 
@@ -134,7 +136,7 @@ def _plan_of_options(
         shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
         filter=filter_sql,
     )
-    return OfflinePlan(ref.open(version), order)
+    return OfflinePlan(ref.open(version), order, ref)
 
 
 def _as_dict(found: StepRows, plan: OfflinePlan) -> dict[str, Any]:
