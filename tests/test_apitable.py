@@ -213,6 +213,7 @@ def identity_of(ref: TableRef) -> Any:
     return ref.open().identity
 
 
+@pytest.mark.slow
 def test_identity_is_the_same_in_any_process(home: Home) -> None:
     refs = [home.ref(kind) for kind in ("memory", "remote")]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -266,6 +267,7 @@ def test_the_order_is_that_of_lancedb(home: Home, options: dict[str, Any]) -> No
     assert list(dataset) == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "remote"])
 def test_resumes_anywhere(home: Home, kind: str) -> None:
     """Here, in a copy, and in a process of its own; after rows were written, too."""
@@ -333,6 +335,7 @@ def test_lance_stream_says_how_to_reach_a_server() -> None:
         LanceStream("db://base", "t", num_splits=4, global_batch_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_prefetchers_read_them(home: Home) -> None:
     expected = ids_of(StreamingDataset(home.on_disk, num_splits=4, shuffle_seed=3))

@@ -20,7 +20,7 @@ from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.plan import Plan
 from ray_lance_stream.request import Ranges
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("one_node")]
 ROWS = 400
 STEPS = 50
 SMALL_BLOCKS = PrefetchConfig(block_bytes=600, max_buffer_bytes=3000)
@@ -89,7 +89,6 @@ class _Killer:
         return batch
 
 
-@pytest.mark.slow
 def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> None:
     log = tmp_path / "deaths"
     plain = tables.stream(ROWS)
@@ -115,7 +114,6 @@ def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> 
     assert len(died) <= 4 + 3 + 2
 
 
-@pytest.mark.slow
 def test_prefetchers_killed_from_outside_never_make_a_row_guilty(tables: Tables) -> None:
     stream = tables.stream(ROWS, transform=_Slow(), prefetch=PrefetchConfig(num_actors=1, block_bytes=3000))
     seen: list[list[int]] = []

@@ -14,7 +14,7 @@ from runs import wait_until
 from ray_lance_stream import PrefetchConfig
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, canonical, counts, flat, ids, merged, saved
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SMALL_BLOCKS = PrefetchConfig(block_bytes=500, max_buffer_bytes=5000)
 
 
@@ -73,7 +73,6 @@ def test_a_state_moves_between_numbers_of_prefetchers(
     assert found == expected
 
 
-@pytest.mark.slow
 def test_two_ranks_share_a_cluster(ours: Side, table_of: OpenTable) -> None:
     datasets = ours.open(table_of(211), 2)
     loaders = [ours.loader(dataset, batch_size=4, num_workers=1) for dataset in datasets]
@@ -92,7 +91,6 @@ def fails_at_ninety(batch: Any) -> Any:
     return batch.to_pylist()
 
 
-@pytest.mark.slow
 def test_a_failing_transform_is_the_users_own_error(ours: Side, table_of: OpenTable) -> None:
     dataset = ours.one(table_of(211), transform=fails_at_ninety, prefetch=SMALL_BLOCKS)
     found: list[int] = []
@@ -109,7 +107,6 @@ def actors() -> int:
     return len(ray.util.list_named_actors(all_namespaces=True))
 
 
-@pytest.mark.slow
 def test_rows_that_fail_are_skipped_and_no_actor_outlives_its_dataset(ours: Side, table_of: OpenTable) -> None:
     wait_until(lambda: actors() == 0, 60, "earlier tests' actors are gone")
     options: dict[str, Any] = {"transform": fails_at_ninety, "on_transform_error": "skip"}
