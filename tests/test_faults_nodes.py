@@ -14,7 +14,7 @@ from runs import opened, reference, wait_until
 
 from ray_lance_stream import PrefetchConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.fault]
 # A CPU for each: one prefetcher on every loader node.
 SMALL_BLOCKS = PrefetchConfig(num_cpus=1, block_bytes=2000, max_buffer_bytes=8000, placement_timeout_s=120)
 

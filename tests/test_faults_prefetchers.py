@@ -20,7 +20,7 @@ from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.plan import Plan
 from ray_lance_stream.request import Ranges
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("one_node")]
+pytestmark = [pytest.mark.cluster, pytest.mark.fault, pytest.mark.usefixtures("one_node")]
 ROWS = 400
 STEPS = 50
 SMALL_BLOCKS = PrefetchConfig(block_bytes=600, max_buffer_bytes=3000)

@@ -15,7 +15,7 @@ from runs import delivered, fit, read_log, reference, wait_until
 
 from ray_lance_stream import PrefetchConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.fault]
 NUM_CPUS = 8
 
 

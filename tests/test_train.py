@@ -72,7 +72,7 @@ def test_ordered_global_batches_are_equal_at_any_world_size(uri: str, tmp_path: 
     wait_until(lambda: not named_actors(stream) and not any(map(is_running, pids)), 30, "everything has ended")
 
 
-@slow
+@pytest.mark.fault
 def test_all_ranks_end_alike_where_rows_are_skipped_and_the_manager_dies(uri: str, tmp_path: Path) -> None:
     bad = [*range(170, 230, 3), *range(270, 285)]  # unshuffled: most of the last splits, which the last rank owns
     stream = make_stream(uri, shuffle=False, on_transform_error="skip", transform=FailOn(bad))
