@@ -117,19 +117,20 @@ def test_errors_show_no_secrets(tmp_path: Path) -> None:
 
 
 def test_object_storage_gets_the_options() -> None:
+    # A bucket of its own: all servers of one process share what they hold.
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
         options = {"aws_endpoint": f"http://{host}:{port}", "allow_http": "true", "aws_region": "us-east-1"}
         options |= {"aws_access_key_id": "access-key-id", "aws_secret_access_key": SECRET}
-        urllib.request.urlopen(urllib.request.Request(f"{options['aws_endpoint']}/bucket", method="PUT"))
-        database = lancedb.connect("s3://bucket/db", storage_options=options)
+        urllib.request.urlopen(urllib.request.Request(f"{options['aws_endpoint']}/bucket-of-tables", method="PUT"))
+        database = lancedb.connect("s3://bucket-of-tables/db", storage_options=options)
         database.create_table("t", rows_from(0, 50)).delete("id % 3 = 0")
-        ref = TableRef(uri="s3://bucket/db", name="t", storage_options=options)
+        ref = TableRef(uri="s3://bucket-of-tables/db", name="t", storage_options=options)
         assert ref.open().take(ints(4, 1), ["id"])["id"].to_pylist() == [7, 2]
         with pytest.raises(ConfigError, match="table 'u' does not exist"):
-            TableRef(uri="s3://bucket/db", name="u", storage_options=options).open()
+            TableRef(uri="s3://bucket-of-tables/db", name="u", storage_options=options).open()
         with pytest.raises(TableVersionError, match="versions 1-2"):
             ref.open(9)
     finally:
