@@ -55,7 +55,8 @@ def make_stream(uri: str, **options: Any) -> LanceStream:
     return LanceStream(uri, "t", **settings)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=slow), pytest.param(3, marks=slow), 5])
+@slow
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_ordered_global_batches_are_equal_at_any_world_size(uri: str, tmp_path: Path, workers: int) -> None:
     stream = make_stream(uri, prefetch=PrefetchConfig(idle_timeout_s=5, placement_timeout_s=120))
     # Ray's own DataConfig does as well.
