@@ -19,6 +19,7 @@ from ray_lance_stream.readable import (
     check_all_there,
     check_numbers,
     check_stable,
+    empty_table,
     known_columns,
     listed,
     said,
@@ -144,7 +145,7 @@ class ApiTable:
         check_numbers(rows, self.num_rows, self)
         schema = pa.schema([_field(self.schema, path) for path in paths]).with_metadata(self.schema.metadata)
         if len(rows) == 0:
-            return schema.empty_table()
+            return empty_table(schema)
         distinct, places = np.unique(rows, return_inverse=True)
         ids = self._row_ids()[distinct]
         with self._reading():

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.columns import cast_to
-from ray_lance_stream.errors import StateMismatchError, TransformError, explain
+from ray_lance_stream.errors import TransformError, explain
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
-from ray_lance_stream.plan import Plan, PlanSpec, TableIdentity
-from ray_lance_stream.readable import ReadableTable
+from ray_lance_stream.plan import Plan, PlanSpec
+from ray_lance_stream.readable import ReadableTable, check_identity
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted
@@ -233,23 +233,6 @@ class BlockBuilder:
         table = self.open_table(spec.table.version)
         check_identity(table, spec.table, self._recipe.table)
         return table
-
-
-def check_identity(table: ReadableTable, expected: TableIdentity, ref: TableRef) -> None:
-    """Raises StateMismatchError if a version that was opened is not the one that is meant."""
-    if table.identity != expected:
-        raise StateMismatchError(
-            explain(
-                "table differs: the version of that number holds other data",
-                found=f"{ref} version {table.version}, {table.identity.fingerprint}",
-                expected=f"{expected.fingerprint}, as when the stream or its state was made",
-                remedy="point the stream to the original table (a copied or moved one will do); "
-                "if it was dropped and created anew, start a new run",
-            ),
-            "table",
-            expected,
-            table.identity,
-        )
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:

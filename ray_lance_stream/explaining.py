@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream.errors import ConfigError, StateMismatchError, explain
+from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import OrderSpec, Plan, PlanSpec, SplitLayout, require_int
 from ray_lance_stream.position import Position
 from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.readable import check_identity
 from ray_lance_stream.request import Ranges
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Replica, StepPlan
@@ -119,18 +120,7 @@ class OfflinePlan:
             StateMismatchError: The version of that number holds other data.
         """
         table = ref.open(provenance.table.version)
-        if table.identity != provenance.table:
-            raise StateMismatchError(
-                explain(
-                    "table differs: the state belongs to another one",
-                    found=f"{table.identity.fingerprint} in version {table.version} of {ref.name!r}",
-                    expected=provenance.table.fingerprint,
-                    remedy="name the table that the state was taken from (a copied or moved one will do)",
-                ),
-                "table",
-                provenance.table,
-                table.identity,
-            )
+        check_identity(table, provenance.table, ref)
         if provenance.packing is not None:
             raise ConfigError(
                 explain(

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ray_lance_stream.errors import ConfigError, TableVersionError, explain
+from ray_lance_stream.errors import ConfigError, StateMismatchError, TableVersionError, explain
 from ray_lance_stream.plan import TableIdentity
 
 _VOLATILE: Final = re.compile(
@@ -142,6 +142,34 @@ def check_all_there(row_ids: NDArray[np.uint64], there: NDArray[np.bool_], table
                 remedy="pin the version the plan was made for with version=, or make the plan anew",
             )
         )
+
+
+def check_identity(table: ReadableTable, expected: TableIdentity, source: Source) -> None:
+    """Raises StateMismatchError if a version that was opened is not the one that is meant."""
+    if table.identity != expected:
+        raise StateMismatchError(
+            explain(
+                "table differs: the version of that number holds other data",
+                found=f"{source} version {table.version}, {table.identity.fingerprint}",
+                expected=f"{expected.fingerprint}, as when the stream or its state was made",
+                remedy="point the stream to the original table (a copied or moved one will do); "
+                "if it was dropped and created anew, start a new run",
+            ),
+            "table",
+            expected,
+            table.identity,
+        )
+
+
+def empty_table(schema: pa.Schema) -> pa.Table:
+    """Returns no rows, each column in one chunk. (``Schema.empty_table()`` fails for some tensor types.)"""
+
+    def column(kind: Any) -> Any:
+        if isinstance(kind, pa.BaseExtensionType):
+            return pa.ExtensionArray.from_storage(kind, pa.array([], kind.storage_type))
+        return pa.array([], kind)
+
+    return pa.Table.from_arrays([column(field.type) for field in schema], schema=schema)
 
 
 def check_stable(filter: str) -> None:

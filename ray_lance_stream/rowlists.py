@@ -44,12 +44,14 @@ def listed_rows(spec: PlanSpec, table: ReadableTable, ref: TableRef, plan: UserP
     if order.order == "plan":
         assert plan is not None
         return table.numbers_of(plan.row_ids), plan.surplus_rows
-    matching = None if order.filter is None else table.matching_rows(order.filter)
-    count = table.num_rows if matching is None else len(matching)
-    if order.is_listed_per_epoch and count >= order.num_splits:  # with fewer the plan says what is wrong
+    if order.is_listed_per_epoch:
+        count = table.num_rows if order.filter is None else table.count_rows(order.filter)
+        if count < order.num_splits:
+            return np.arange(count), 0  # the plan says what is wrong
         rows = table.numbers_of(ref.original_ids(_permuted(spec, table, ref)))
         return rows, count - len(rows)
-    return np.arange(count) if matching is None else matching, 0
+    assert order.filter is not None
+    return table.matching_rows(order.filter), 0
 
 
 def _permuted(spec: PlanSpec, table: ReadableTable, ref: TableRef) -> Any:

@@ -6,11 +6,12 @@ import os
 import weakref
 from typing import Any
 
-from ray_lance_stream.block import BlockRecipe, check_identity
+from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.local import LocalSource
 from ray_lance_stream.plan import TableIdentity
+from ray_lance_stream.readable import check_identity
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.topology import Seat
 

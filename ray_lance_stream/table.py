@@ -24,6 +24,7 @@ from ray_lance_stream.readable import (
     check_all_there,
     check_numbers,
     check_stable,
+    empty_table,
     known_columns,
     version_gone,
 )
@@ -158,7 +159,7 @@ class PinnedTable:
         check_numbers(rows, self.num_rows, self)
         with self._reading():
             if len(rows) == 0:
-                return _empty(self._scanner(columns=paths).projected_schema)
+                return empty_table(self._scanner(columns=paths).projected_schema)
             if ascending(rows):
                 return self._take_ascending(rows, paths)
             distinct, places = np.unique(rows, return_inverse=True)
@@ -254,17 +255,6 @@ class PinnedTable:
             return self._ref.open(self.version).identity != self.identity
         except Exception:
             return False
-
-
-def _empty(schema: pa.Schema) -> pa.Table:
-    """Returns no rows, each column in one chunk. (``Schema.empty_table()`` fails for some tensor types.)"""
-
-    def column(kind: Any) -> Any:
-        if isinstance(kind, pa.BaseExtensionType):
-            return pa.ExtensionArray.from_storage(kind, pa.array([], kind.storage_type))
-        return pa.array([], kind)
-
-    return pa.Table.from_arrays([column(field.type) for field in schema], schema=schema)
 
 
 def present_versions(dataset: lance.LanceDataset) -> list[int] | None:
