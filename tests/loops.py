@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,11 @@ class Log:
             splits = len(self._shard.replica.owned_splits(self._shard._config.order.num_splits))
             self.event(at=[epoch, self._shard.step], rank=self.rank, world=self.world, splits=splits, ids=self._ids)
             self._ids = []
+
+    def context_node(self) -> str:
+        """The node this worker runs on."""
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
 
     def event(self, **entry: Any) -> None:
         """Writes anything else a test wants to know."""
@@ -111,6 +117,32 @@ def until_told(config: dict[str, Any]) -> None:
                 directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
                 with directory:
                     report({"step": shard.step}, checkpoint if log.rank == 0 else None)
+
+
+def until_preempted(config: dict[str, Any]) -> None:
+    """Trains on without checkpoints. Told that its node goes, saves once, and waits for the end.
+
+    With ``config["relaxed"]`` the ranks on that node die before they report, and the others report without them.
+    """
+    shard = ray.train.get_dataset_shard("train")
+    log = Log(config, shard)
+    log.event(start=[shard.epoch, shard.step], world=log.world, rank=log.rank, node=log.context_node())
+    for epoch in itertools.count(shard.epoch):
+        for batch in shard.iter_batches(prefetch_batches=2):
+            log.batch(epoch, batch["id"])
+            time.sleep(config["step_s"])
+            if Path(config["log"], "enough").exists():
+                return
+            info = ray.train.get_preemption_info()
+            if info is None:
+                continue
+            if config["relaxed"] and log.rank in info.preempted_ranks:
+                os.kill(os.getpid(), signal.SIGKILL)
+            directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
+            with directory:
+                report({"step": shard.step}, checkpoint if log.rank == 0 else None)
+            log.event(saved=[epoch, shard.step])
+            threading.Event().wait()
 
 
 def prefetchers_of(shard: Any) -> list[int]:

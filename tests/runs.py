@@ -29,6 +29,7 @@ def fit(
     max_failures: int = 0,
     dataset_config: Any = None,
     scaling: dict[str, Any] | None = None,
+    failure: dict[str, Any] | None = None,
     **config: Any,
 ) -> ray.train.Result:
     """Fits a loop that needs no process group; ``config["log"]`` is where it logs."""
@@ -42,7 +43,7 @@ def fit(
         run_config=RunConfig(
             name=name,
             storage_path=str(storage / "runs"),
-            failure_config=FailureConfig(max_failures=max_failures),
+            failure_config=FailureConfig(max_failures=max_failures, **(failure or {})),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )

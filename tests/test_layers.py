@@ -84,6 +84,7 @@ ORDER = (
     "cluster.cuts",
     "cluster.examiner",
     "cluster.coordinator",
+    "cluster.told",
     "cluster.manager",
     "cluster.pool",
     "cluster.requests",

@@ -119,6 +119,7 @@ def test_a_second_fit_of_the_run_continues_at_another_world_size(uri: str, tmp_p
     assert delivered(entries) == reference(stream, 2)
 
 
+@slow
 def test_ranks_that_report_at_different_steps_all_get_the_same_error(uri: str, tmp_path: Path) -> None:
     stream = make_stream(uri)
     with pytest.raises(ray.train.TrainingFailedError, match="different steps"):
