@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.fault, pytest.mark.timeout(600)]
 NOTICE_S = 20.0
 
 
-@pytest.mark.parametrize("relaxed", [False, True], ids=["all report", "the dead do not report"])
+@pytest.mark.parametrize("relaxed", [False, True], ids=["all report", "those who go do not"])
 def test_no_step_is_lost_when_a_node_is_preempted(nodes: Nodes, tables: Tables, tmp_path: Path, relaxed: bool) -> None:
     nodes.add_loader()
     for _ in range(2):
