@@ -56,7 +56,10 @@ def checkpoint_of(content: dict[str, Any]) -> tuple[tempfile.TemporaryDirectory[
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Logs what it is handed; reports after every step of ``report_at``; fails once where told."""
+    """Logs what it is handed; reports after every step of ``report_at``; fails once where told.
+
+    Faults come after a step and its report; those of ``faults_before``, just before the report.
+    """
     shard = ray.train.get_dataset_shard("train")
     log = Log(config, shard)
     log.event(start=[shard.epoch, shard.step], prefetchers=prefetchers_of(shard))
@@ -65,6 +68,9 @@ def loop(config: dict[str, Any]) -> None:
             log.batch(epoch, batch["id"])
             if not shard.is_step_end:
                 continue
+            for fault in config.get("faults_before", []):
+                if fault[:3] == [epoch, shard.step, log.rank]:
+                    break_down_once(config, shard, fault)
             if [epoch, shard.step] in config.get("report_at", []):
                 if log.rank == 0:
                     directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})

@@ -18,7 +18,12 @@ from ray_lance_stream import BlockError, PrefetchConfig
 pytestmark = [pytest.mark.cluster, pytest.mark.fault]
 STORE_BYTES = 100 * 2**20
 ROWS, ROW_BYTES = 400, 100_000
-PREFETCH: dict[str, Any] = {"num_actors": 1, "block_bytes": 4_000_000, "max_buffer_bytes": 16_000_000, "placement_timeout_s": 120.0}
+PREFETCH: dict[str, Any] = {
+    "num_actors": 1,
+    "block_bytes": 4_000_000,
+    "max_buffer_bytes": 16_000_000,
+    "placement_timeout_s": 120.0,
+}
 
 
 def grow(batch: pa.RecordBatch) -> dict[str, Any]:
