@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from ray_lance_stream.gathering import gather_state_dict, load_rank_states, save_rank_state
     from ray_lance_stream.loader import StreamingDataLoader
+    from ray_lance_stream.mapbatches import MapBatches
     from ray_lance_stream.saving import report, save_state
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.sifting import ReplaceRow, SkippedRow
@@ -46,6 +47,7 @@ _HOME = {
     "LanceStream": "stream",
     "LanceStreamError": "errors",
     "LockstepError": "errors",
+    "MapBatches": "mapbatches",
     "MissingStateError": "errors",
     "PlacementError": "errors",
     "PrefetchConfig": "config",
@@ -78,6 +80,7 @@ __all__ = [
     "LanceStream",
     "LanceStreamError",
     "LockstepError",
+    "MapBatches",
     "MissingStateError",
     "PlacementError",
     "PrefetchConfig",

@@ -70,8 +70,8 @@ class BlockBuilder:
 
     def __init__(self, recipe: BlockRecipe) -> None:
         self._recipe = recipe
-        self._tables: _Cache[int, ReadableTable] = _Cache(_OPEN_VERSIONS)
-        self._plans: _Cache[str, Plan] = _Cache(_OPEN_PLANS)
+        self._tables: Cache[int, ReadableTable] = Cache(_OPEN_VERSIONS)
+        self._plans: Cache[str, Plan] = Cache(_OPEN_PLANS)
         self._rows_in_transform = 0
         self._count_lock = threading.Lock()
 
@@ -130,6 +130,11 @@ class BlockBuilder:
                 block.rows = cast_to(block.rows, handle.schema)
             return block, stats
         return cast_to(block, handle.schema), stats
+
+    @property
+    def recipe(self) -> BlockRecipe:
+        """What the blocks are made of."""
+        return self._recipe
 
     @property
     def rows_in_transform(self) -> int:
@@ -246,7 +251,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class _Cache(OrderedDict[K, V]):
+class Cache(OrderedDict[K, V]):
     """The last few values made, each made once even if several threads ask at the same time."""
 
     def __init__(self, size: int) -> None:

@@ -96,6 +96,8 @@ ORDER = (
     "trainlink",
     "saving",
     "train",
+    "mapbatches",
+    "datasource",
     "stream",
     "testing",
     # The command line.
@@ -150,7 +152,7 @@ ROWS_TO_BLOCKS = (
     "block",
     "tokens",
 )
-RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and cluster/
+RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource", "datasource", "mapbatches")  # and cluster/
 TORCH_MODULES = ("packedstream", "dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
@@ -165,6 +167,7 @@ LANCE_MODULES = {
     "tokens",
     "local",
     "rowsource",
+    "datasource",
     "dataset",
     "loader",
 }
