@@ -88,6 +88,9 @@ class RowStream(StreamBase[RowCursor]):
         if cursor.completed_cycles >= self._rows_per_split(source):
             return True
         reader = self._reading(source)
+        at_cycle = all(cursor.samples[split] == cursor.completed_cycles for split in self.owned)
+        if self._agreement is not None and at_cycle:  # another rank's splits may have ended
+            return self._servable(reader, cursor.completed_cycles) <= cursor.completed_cycles
         due = [(i, s) for i, s in enumerate(self.owned) if cursor.samples[s] == cursor.completed_cycles]
         return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in due)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import ConfigError, LanceStream, LanceStreamError, StreamingDataLoader, StreamingDataset
+from ray_lance_stream import ConfigError, LanceStream, StreamingDataLoader, StreamingDataset
 from ray_lance_stream.gathering import gather_state_dict
 
 if TYPE_CHECKING:
@@ -64,16 +64,24 @@ def open_dataset(uri: str, rank: int, size: int, bad: frozenset[int] = BAD, **op
         "world_size": size,
         "transform": functools.partial(rows_without, bad),
         "on_transform_error": "skip",
-        "coordinator": "world" if size > 1 else None,
     }
     return StreamingDataset(lancedb.connect(uri).open_table("t"), **settings | options)
 
 
 class Rank:
-    """A process of the group, and what it is told."""
+    """A process as a rank of a group: of all processes, or of the first two."""
 
-    def __init__(self, rank: int, size: int, uri: str, state: Any) -> None:
-        self.rank, self.size, self.uri, self.state = rank, size, uri, state
+    def __init__(self, rank: int, size: int, uri: str, group: Any) -> None:
+        self.rank, self.size, self.uri, self.group = rank, size, uri, group
+        self.states: Any = None  # of the stream and the dataset, as they were saved
+
+    def open(self, stream: LanceStream) -> Any:
+        """Opens this rank's shard."""
+        return stream.open(rank=self.rank, world_size=self.size, coordinator=self.group)
+
+    def dataset(self, bad: frozenset[int] = BAD, **options: Any) -> StreamingDataset:
+        """Opens this rank's dataset."""
+        return open_dataset(self.uri, self.rank, self.size, bad, **{"coordinator": self.group} | options)
 
     def synchronise(self) -> None:
         """What a trainer does in every step, on the same group: all gradients are added up."""
@@ -81,13 +89,13 @@ class Rank:
         from torch import distributed
 
         ones = torch.ones(1)
-        distributed.all_reduce(ones)
+        distributed.all_reduce(ones, group=None if self.group == "world" else self.group)
         assert ones.item() == self.size
 
     def steps(self, stream: LanceStream, epochs: int = 1, **options: Any) -> list[list[int]]:
         """Trains on a stream; returns the ids of every step."""
         found = []
-        with stream.open(rank=self.rank, world_size=self.size, coordinator="world") as shard:
+        with self.open(stream) as shard:
             for _ in range(epochs):
                 for batch in shard.iter_batches(**options):
                     self.synchronise()
@@ -104,12 +112,12 @@ def train_and_drop_last(rank: Rank) -> Outcome:
 
 
 def read_rows(rank: Rank) -> Outcome:
-    dataset = open_dataset(rank.uri, rank.rank, rank.size)
+    dataset = rank.dataset()
     return [[row["id"] for row in dataset] for _ in range(2)]
 
 
 def load_batches(rank: Rank) -> Outcome:
-    dataset = open_dataset(rank.uri, rank.rank, rank.size)
+    dataset = rank.dataset()
     found = []
     for batch in StreamingDataLoader(dataset, batch_size=CYCLES * len(dataset.owned_splits)):
         rank.synchronise()
@@ -117,21 +125,10 @@ def load_batches(rank: Rank) -> Outcome:
     return found
 
 
-def group_of_two(rank: Rank) -> Outcome:
-    """Two of the processes train, the others are not in it."""
-    from torch import distributed
-
-    group = distributed.new_group([0, 1])
-    if rank.rank > 1:
-        return open_stream(rank.uri).open(rank=0, world_size=2, coordinator=group)  # raises
-    with open_stream(rank.uri).open(rank=rank.rank, world_size=2, coordinator=group) as shard:
-        return [batch["id"].tolist() for batch in shard.iter_batches()]
-
-
 def leave_and_go_on(rank: Rank) -> Outcome:
     """Loops are left, each rank having made another number of batches ahead, and begun again; twice."""
     found = []
-    with open_stream(rank.uri).open(rank=rank.rank, world_size=rank.size, coordinator="world") as shard:
+    with rank.open(open_stream(rank.uri)) as shard:
         for steps in (2, 3, None):
             for batch in itertools.islice(shard.iter_batches(prefetch_batches=1 + 2 * rank.rank), steps):
                 found.append(batch["id"].tolist())
@@ -150,7 +147,7 @@ def fail_once_outside(rank: Rank) -> Outcome:
             raise ArithmeticError("once")
         return [row["id"] for row in rows]
 
-    dataset = open_dataset(rank.uri, rank.rank, rank.size)
+    dataset = rank.dataset()
     loader = StreamingDataLoader(dataset, batch_size=CYCLES * len(dataset.owned_splits), collate_fn=collate)
     found, batches = [], iter(loader)
     while True:
@@ -163,19 +160,19 @@ def fail_once_outside(rank: Rank) -> Outcome:
 
 
 def save_in_the_middle(rank: Rank) -> Outcome:
-    with open_stream(rank.uri).open(rank=rank.rank, world_size=rank.size, coordinator="world") as shard:
+    with rank.open(open_stream(rank.uri)) as shard:
         for _ in itertools.islice(shard.iter_batches(), 3):
             pass
-        dataset = open_dataset(rank.uri, rank.rank, rank.size)
+        dataset = rank.dataset()
         for _ in itertools.islice(dataset, 3 * CYCLES * len(dataset.owned_splits)):
             pass
         return gather_state_dict(shard.state_dict()), gather_state_dict(dataset)
 
 
 def resume(rank: Rank) -> Outcome:
-    of_stream, of_dataset = rank.state
+    of_stream, of_dataset = rank.states
     steps = rank.steps(open_stream(rank.uri, resume_from=of_stream))
-    dataset = open_dataset(rank.uri, rank.rank, rank.size)
+    dataset = rank.dataset()
     dataset.load_state_dict(of_dataset)
     return steps, [row["id"] for row in dataset]
 
@@ -183,7 +180,7 @@ def resume(rank: Rank) -> Outcome:
 def one_fails(rank: Rank) -> Outcome:
     """A row of split 0, rank 0's, fails with an error that is not tolerated; the process lives on."""
     tolerated = functools.partial(_not, "[21]")
-    dataset = open_dataset(rank.uri, rank.rank, rank.size, frozenset({21, 60}), on_transform_error=tolerated)
+    dataset = rank.dataset(frozenset({21, 60}), on_transform_error=tolerated)
     return _until_error(lambda: [row["id"] for row in dataset], ValueError)
 
 
@@ -193,7 +190,7 @@ def _not(text: str, error: Exception) -> bool:
 
 def one_leaves(rank: Rank) -> Outcome:
     """An error of the training loop ends one rank's loop, not its process."""
-    with open_stream(rank.uri).open(rank=rank.rank, world_size=rank.size, coordinator="world") as shard:
+    with rank.open(open_stream(rank.uri)) as shard:
         for _ in shard.iter_batches():
             if rank.rank == 1 and shard.step == 2:
                 raise ArithmeticError("in the loop")
@@ -210,7 +207,7 @@ def the_first_dies(rank: Rank) -> Outcome:
 
 
 def _read_on(rank: Rank, victim: int) -> Outcome:
-    dataset = open_dataset(rank.uri, rank.rank, rank.size)
+    dataset = rank.dataset()
     for row in dataset:
         if rank.rank == victim and row["id"] % 52 > 20:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -218,7 +215,7 @@ def _read_on(rank: Rank, victim: int) -> Outcome:
 
 def gather_without_the_dead(rank: Rank) -> Outcome:
     """After ``one_dies``: whoever gathers learns of it as well."""
-    return gather_state_dict(open_dataset(rank.uri, rank.rank, rank.size, coordinator=None))
+    return gather_state_dict(rank.dataset(coordinator=None))
 
 
 def _until_error(action: Callable[[], Outcome], *kinds: type[Exception]) -> Outcome:
@@ -229,24 +226,19 @@ def _until_error(action: Callable[[], Outcome], *kinds: type[Exception]) -> Outc
 
 
 Scenario = Callable[[Rank], Outcome]
-OF_THREE: list[Scenario] = [
-    train,
-    train_and_drop_last,
-    read_rows,
-    load_batches,
-    group_of_two,
-    leave_and_go_on,
-    fail_once_outside,
-    save_in_the_middle,
-    one_fails,
-    one_leaves,
-    one_dies,
-    gather_without_the_dead,
+BOTH: list[Scenario] = [train, read_rows, load_batches, leave_and_go_on, fail_once_outside, one_leaves]
+LAST: list[tuple[Scenario, int]] = [(one_dies, 3), (gather_without_the_dead, 3), (the_first_dies, 2)]
+PLAN: list[tuple[Scenario, int]] = [
+    *((scenario, size) for size in (3, 2) for scenario in BOTH),
+    (train_and_drop_last, 3),
+    (save_in_the_middle, 3),
+    (resume, 2),
+    (one_fails, 3),
+    *LAST,
 ]
-OF_TWO: list[Scenario] = [train, read_rows, load_batches, leave_and_go_on, resume, the_first_dies]
 
 
-def take_part(rank: int, size: int, port: int, uri: str, scenarios: list[Scenario], state: Any, path: str) -> None:
+def take_part(rank: int, port: int, uri: str, path: str) -> None:
     """What a process does: one scenario after the other. What it got, and how long it took, goes to a file."""
     from torch import distributed
 
@@ -255,20 +247,28 @@ def take_part(rank: int, size: int, port: int, uri: str, scenarios: list[Scenari
     setattr(groupagreement, "_LOST_AFTER_S", LOST_AFTER_S)  # noqa: B010  (constants)
     setattr(groupagreement, "_BEAT_S", LOST_AFTER_S / 10)  # noqa: B010
     method = f"tcp://127.0.0.1:{port}"
-    distributed.init_process_group(
-        "gloo", init_method=method, rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    for scenario in scenarios:
-        began = time.monotonic()
-        outcome = _until_error(functools.partial(scenario, Rank(rank, size, uri, state)), LanceStreamError, Exception)
-        took_s = time.monotonic() - began
-        Path(f"{path}/{scenario.__name__} {rank} of {size}").write_bytes(pickle.dumps((outcome, took_s)))
-        if scenario not in (one_dies, the_first_dies, gather_without_the_dead):
+    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    two = distributed.new_group([0, 1])
+    if rank == 2:
+        with pytest.raises(ConfigError, match="coordinator is not valid"):  # it is not in that group
+            open_stream(uri).open(rank=0, world_size=2, coordinator=two)
+    states: Any = None
+    for scenario, size in PLAN:
+        if rank < size:
+            seat = Rank(rank, size, uri, "world" if size == 3 else two)
+            seat.states = states
+            began = time.monotonic()
+            outcome = _until_error(functools.partial(scenario, seat), Exception)
+            took_s = time.monotonic() - began
+            Path(f"{path}/{scenario.__name__} {rank} of {size}").write_bytes(pickle.dumps((outcome, took_s)))
+            if scenario is save_in_the_middle:
+                states = outcome
+        if (scenario, size) not in LAST:
             distributed.barrier()
 
 
 class Found:
-    """What the processes of a group wrote down."""
+    """What the ranks of one group wrote down."""
 
     def __init__(self, size: int, path: Path) -> None:
         self.size, self._path = size, path
@@ -285,17 +285,19 @@ class Found:
         return [self.of(scenario, rank)[0] for rank in range(self.size)]
 
 
-def run_group(size: int, uri: str, scenarios: list[Scenario], path: Path, state: Any = None) -> Found:
-    """Starts the processes of a group, and waits for them."""
+@pytest.fixture(scope="module")
+def run(tables: Tables, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs three processes to their end; where they wrote down what they found."""
+    path = tmp_path_factory.mktemp("groups")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    arguments = (size, port, uri, scenarios, state, str(path))
-    processes = [context.Process(target=take_part, args=(rank, *arguments)) for rank in range(size)]
+    arguments = (port, tables.uri(ROWS), str(path))
+    processes = [context.Process(target=take_part, args=(rank, *arguments)) for rank in range(3)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 240
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -303,20 +305,19 @@ def run_group(size: int, uri: str, scenarios: list[Scenario], path: Path, state:
     finally:
         for process in processes:
             process.kill()
-    return Found(size, path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def three(tables: Tables, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """A group of three."""
-    return run_group(3, tables.uri(ROWS), OF_THREE, tmp_path_factory.mktemp("three"))
+def three(run: Path) -> Found:
+    """The group of all."""
+    return Found(3, run)
 
 
 @pytest.fixture(scope="module")
-def two(tables: Tables, tmp_path_factory: pytest.TempPathFactory, three: Found) -> Found:
-    """A group of two, which also goes on where the group of three saved its state."""
-    state = three.of(save_in_the_middle, 0)[0]
-    return run_group(2, tables.uri(ROWS), OF_TWO, tmp_path_factory.mktemp("two"), state)
+def two(run: Path) -> Found:
+    """The group of two of the processes."""
+    return Found(2, run)
 
 
 @pytest.fixture(params=["two", "three"])
@@ -367,19 +368,13 @@ def test_datasets_and_loaders_end_at_the_same_step(tables: Tables, found: Found)
     assert {len(batches) for batches in found.all_of(load_batches)} == {7}
 
 
-def test_a_group_of_some_processes(tables: Tables, three: Found) -> None:
-    shares = three.all_of(group_of_two)
-    assert [together(list(pair)) for pair in zip(*shares[:2], strict=True)] == alone(tables)
-    assert shares[2].startswith("ConfigError: coordinator is not valid")
-
-
 def test_loops_that_are_left_and_begun_again(tables: Tables, found: Found) -> None:
     assert global_batches(found, leave_and_go_on) == alone(tables)
 
 
-def test_a_rank_that_asks_for_a_batch_again(tables: Tables, three: Found) -> None:
+def test_a_rank_that_asks_for_a_batch_again(tables: Tables, found: Found) -> None:
     rows = [row["id"] for row in open_dataset(tables.uri(ROWS), 0, 1)]
-    assert list(itertools.chain(*global_batches(three, fail_once_outside))) == rows
+    assert list(itertools.chain(*global_batches(found, fail_once_outside))) == rows
 
 
 def test_two_ranks_go_on_where_three_were(tables: Tables, three: Found, two: Found) -> None:
@@ -403,10 +398,10 @@ def test_a_rank_that_fails_ends_the_waiting_of_the_others(three: Found) -> None:
         assert took_s < 30
 
 
-def test_a_rank_that_leaves_its_loop(three: Found) -> None:
-    assert three.of(one_leaves, 1)[0] == "ArithmeticError: in the loop"
-    for rank in (0, 2):
-        outcome, took_s = three.of(one_leaves, rank)
+def test_a_rank_that_leaves_its_loop(found: Found) -> None:
+    assert found.of(one_leaves, 1)[0] == "ArithmeticError: in the loop"
+    for rank in {0, 2} & set(range(found.size)):
+        outcome, took_s = found.of(one_leaves, rank)
         assert outcome.startswith("LockstepError: rank 1 is missing at epoch 0, cycle ")
         assert "closed the stream" in outcome
         assert took_s < 30
@@ -430,7 +425,7 @@ def test_without_a_group(tables: Tables) -> None:
     with pytest.raises(ConfigError, match="init_process_group"):
         open_stream(tables.uri(ROWS)).open(rank=0, world_size=2, coordinator="world")
     with pytest.raises(ConfigError, match="init_process_group"):
-        open_dataset(tables.uri(ROWS), 0, 2)
+        open_dataset(tables.uri(ROWS), 0, 2, coordinator="world")
     with pytest.raises(ConfigError, match="coordinator is not valid"):
         open_dataset(tables.uri(ROWS), 0, 2, coordinator="nccl")
 
@@ -441,7 +436,7 @@ def test_a_group_too_small(tables: Tables, tmp_path: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="1 processes, world_size=2"):
-            open_dataset(tables.uri(ROWS), 0, 2)
+            open_dataset(tables.uri(ROWS), 0, 2, coordinator="world")
         dataset = open_dataset(tables.uri(ROWS), 0, 1, coordinator="world")
         rows = iter(dataset)
         next(rows)
