@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.errors import (
         BlockError,
         ConfigError,
+        DeadlyRowError,
         LanceStreamError,
         LockstepError,
         MissingStateError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockError": "errors",
     "ConfigError": "errors",
+    "DeadlyRowError": "errors",
     "LanceStream": "stream",
     "LanceStreamError": "errors",
     "LockstepError": "errors",
@@ -75,6 +77,7 @@ _HOME = {
 __all__ = [
     "BlockError",
     "ConfigError",
+    "DeadlyRowError",
     "LanceStream",
     "LanceStreamError",
     "LockstepError",

@@ -6,10 +6,11 @@ any number of times.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -25,11 +26,12 @@ from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.readable import ReadableTable, check_identity
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
-from ray_lance_stream.sifting import ErrorPolicy, Sifted
+from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
-from ray_lance_stream.trial import sifted, try_rows
+from ray_lance_stream.trial import sifted, try_rows, with_left_out
 from ray_lance_stream.userplan import UserPlan
 
+logger = logging.getLogger("ray_lance_stream")
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
@@ -109,7 +111,11 @@ class BlockBuilder:
         return handle, matching
 
     def build(
-        self, handle: PlanHandle, ranges: Ranges, resolve_rows: Callable[[Any], IntArray | None]
+        self,
+        handle: PlanHandle,
+        ranges: Ranges,
+        resolve_rows: Callable[[Any], IntArray | None],
+        deadly: Sequence[SkippedRow] = (),
     ) -> tuple[pa.Table | Sifted, BuildStats]:
         """Returns the block of the given ranges, and what it cost; a ``Sifted`` one if there is a policy.
 
@@ -117,6 +123,8 @@ class BlockBuilder:
             handle: The plan.
             ranges: Which rows.
             resolve_rows: Turns ``handle.matching_rows`` into an array; called once per plan.
+            deadly: Rows among them that kill who reads them: they are not read, but skipped or replaced. Needs a
+                policy.
 
         Raises:
             OSError: The storage; without the values of ``storage_options``.
@@ -124,12 +132,17 @@ class BlockBuilder:
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
         with self._without_secrets():
-            block, stats = self._build(plan, ranges)
+            block, stats = self._build(plan, ranges, deadly)
         if isinstance(block, Sifted):
             if isinstance(block.rows, pa.Table) and self._fixes_schema:
                 block.rows = cast_to(block.rows, handle.schema)
             return block, stats
         return cast_to(block, handle.schema), stats
+
+    def left_out(self, error: Exception, row_number: int, split: int, position: int) -> SkippedRow | None:
+        """Returns how a row with an error that is not the transform's is left out; None if it is not to be."""
+        policy = self._recipe.policy
+        return None if policy is None else policy.left_out(error, row_number, split, position)
 
     @property
     def rows_in_transform(self) -> int:
@@ -170,8 +183,14 @@ class BlockBuilder:
                 )
             cycles = min(left, cycles * 4)
 
-    def _build(self, plan: Plan, ranges: Ranges) -> tuple[pa.Table | Sifted, BuildStats]:
+    def _build(
+        self, plan: Plan, ranges: Ranges, deadly: Sequence[SkippedRow] = ()
+    ) -> tuple[pa.Table | Sifted, BuildStats]:
         splits, positions = ranges.places()
+        if deadly:
+            spared = {(row.split, row.position) for row in deadly}
+            keep = [place not in spared for place in zip(splits.tolist(), positions.tolist(), strict=True)]
+            splits, positions = splits[keep], positions[keep]
         rows = plan.rows(splits, positions)
         began = time.perf_counter()
         table = self._table(plan.spec).take(rows, self._recipe.columns)
@@ -185,6 +204,8 @@ class BlockBuilder:
         )
         with self._transforming(len(rows)):
             block = self._transformed(table, context)
+            if deadly:
+                block = self._with_deadly(block, ranges, deadly)
         done = time.perf_counter()
         if isinstance(block, Sifted):
             block.read_bytes, block.take_s, block.transform_s = table.nbytes, taken - began, done - taken
@@ -196,8 +217,16 @@ class BlockBuilder:
         if policy is not None and transform is not None and table.num_rows:
             return try_rows(transform, policy, _one_batch(table), context)
         if policy is not None:
-            return sifted(table, context)
+            empty: Any = table if transform is None else [] if isinstance(transform, RowTransform) else pa.table({})
+            return sifted(empty, context)
         return table if transform is None else transform(_one_batch(table), context)
+
+    def _with_deadly(self, block: pa.Table | Sifted, ranges: Ranges, deadly: Sequence[SkippedRow]) -> Sifted:
+        policy = self._recipe.policy
+        assert policy is not None and isinstance(block, Sifted)  # else a deadly row is an error
+        if policy.warns:
+            logger.warning("skipped %d rows that kill their readers; the first: %s", len(deadly), deadly[0].reason)
+        return with_left_out(block, policy, ranges, deadly)
 
     @contextmanager
     def _transforming(self, rows: int) -> Iterator[None]:

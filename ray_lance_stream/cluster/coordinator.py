@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RuntimeEnvSetupError
 
 from ray_lance_stream.cluster.answers import cause_of
-from ray_lance_stream.cluster.examiner import Examiner
+from ray_lance_stream.cluster.examiner import Examiner, Findings
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request, extra_options
@@ -134,10 +134,10 @@ class Coordinator:
                     del self._plans[old]
             return dataclasses.replace(await asyncio.shield(task), spec=spec)
 
-    async def examine(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
-        """Finds out whether a block kills the processes that build it; see ``Examiner.sound_parts``."""
+    async def examine(self, handle: PlanHandle, ranges: Ranges) -> Findings:
+        """Finds out whether a block kills the processes that build it; see ``Examiner.examine``."""
         with self._leases.busy():
-            return await self._examiner.sound_parts(handle, ranges)
+            return await self._examiner.examine(handle, ranges)
 
     async def _open(self, spec: PlanSpec) -> PlanHandle:
         began = time.monotonic()
