@@ -6,6 +6,7 @@ any number of times.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -77,8 +78,8 @@ class BlockBuilder:
         self._rows_in_transform = 0
         self._count_lock = threading.Lock()
 
-    def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
-        """Opens the table version, counts its rows and builds the first ones.
+    def open_plan(self, spec: PlanSpec, deadly: Sequence[SkippedRow] = ()) -> tuple[PlanHandle, IntArray | None]:
+        """Opens the table version, counts its rows and builds the first ones, except those that kill who reads them.
 
         Returns:
             The handle, without matching rows, and the matching rows (None without a filter).
@@ -91,21 +92,38 @@ class BlockBuilder:
             OSError: The storage; without the values of ``storage_options``.
         """
         with self._without_secrets():
-            return self._open_plan(spec)
+            handle, matching = self._counted(spec)
+            plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, matching))
+            probe = self._probe(plan, handle.num_rows, matching, deadly)
+        bytes_per_row = max(1.0, probe.nbytes / probe.num_rows)
+        return dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row), matching
 
-    def _open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
+    def count_plan(self, spec: PlanSpec, factor: int) -> tuple[tuple[PlanHandle, Ranges], IntArray | None]:
+        """As :meth:`open_plan`, without building a row.
+
+        Returns:
+            A handle without a schema, for the rows that are built first, and their ranges, so many times as long; and
+            the matching rows.
+        """
+        with self._without_secrets():
+            handle, matching = self._counted(spec)
+        first = self._first_plan(Plan(spec, handle.num_rows, matching), handle.num_rows, matching)
+        splits, cycles = _probed(first)
+        stop = min(first.layout.rows_per_split, factor * cycles)
+        ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=stop)
+        return (dataclasses.replace(handle, spec=first.spec), ranges), matching
+
+    def _counted(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
         table = self._table(spec)
         recipe = self._recipe
         matching, surplus = listed_rows(spec, table, recipe.table, recipe.plan) if spec.order.is_listed else (None, 0)
         num_rows = table.num_rows if matching is None else len(matching)
-        plan = self._plans.get(spec.plan_id, lambda: Plan(spec, num_rows, matching))
-        probe = self._probe(plan, num_rows, matching)
         handle = PlanHandle(
             spec=spec,
             num_rows=num_rows,
             matching_rows=None,
-            schema=probe.schema,
-            bytes_per_row=max(1.0, probe.nbytes / probe.num_rows),
+            schema=pa.schema([]),
+            bytes_per_row=1.0,
             surplus_rows=surplus,
         )
         return handle, matching
@@ -153,19 +171,23 @@ class BlockBuilder:
     def _fixes_schema(self) -> bool:
         return not isinstance(self._recipe.transform, RowTransform)
 
-    def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None) -> pa.Table:
-        """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
+    def _first_plan(self, plan: Plan, num_rows: int, matching: IntArray | None) -> Plan:
         order = plan.spec.order
         epoch = plan.spec.epoch if order.is_listed_per_epoch else 0  # the list at hand; a table's types do not change
-        first = Plan(PlanSpec(table=plan.spec.table, order=order, epoch=epoch), num_rows, matching)
-        splits = min(_PROBE_ROWS, order.num_splits)
-        cycles = min(first.layout.rows_per_split, max(1, _PROBE_ROWS // splits))
+        return Plan(PlanSpec(table=plan.spec.table, order=order, epoch=epoch), num_rows, matching)
+
+    def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None, deadly: Sequence[SkippedRow]) -> pa.Table:
+        """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
+        first = self._first_plan(plan, num_rows, matching)
+        splits, cycles = _probed(first)
         if not self._fixes_schema:
             ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=cycles)
             return self._table(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns)
         start = 0
         while True:
-            block, _ = self._build(first, Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles))
+            ranges = Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles)
+            here = [row for row in deadly if ranges.holds(row.split, row.position)]
+            block, _ = self._build(first, ranges, here)
             table = block.rows if isinstance(block, Sifted) else block
             assert isinstance(table, pa.Table)
             start, left = start + cycles, first.layout.rows_per_split - start - cycles
@@ -262,6 +284,12 @@ class BlockBuilder:
         table = self.open_table(spec.table.version)
         check_identity(table, spec.table, self._recipe.table)
         return table
+
+
+def _probed(first: Plan) -> tuple[int, int]:
+    """Returns how many splits, and how many rows of each, are built first."""
+    splits = min(_PROBE_ROWS, first.layout.num_splits)
+    return splits, min(first.layout.rows_per_split, max(1, _PROBE_ROWS // splits))
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:

@@ -61,10 +61,16 @@ class Prefetcher:
             return dict(self._built)
 
     @ray.method(concurrency_group="build")
-    def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
+    def open_plan(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...] = ()) -> tuple[PlanHandle, IntArray | None]:
         """Opens a plan; called with ``num_returns=2``, so that the rows travel through the object store."""
         with _no_panic("opening a plan"):
-            return self._builder.open_plan(spec)
+            return self._builder.open_plan(spec, deadly)
+
+    @ray.method(concurrency_group="build")
+    def count_plan(self, spec: PlanSpec, factor: int) -> tuple[tuple[PlanHandle, Ranges], IntArray | None]:
+        """Returns which rows opening a plan builds, and does not build them; called as ``open_plan``."""
+        with _no_panic("counting a plan"):
+            return self._builder.count_plan(spec, factor)
 
     @ray.method(concurrency_group="build")
     def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int, deadly: tuple[SkippedRow, ...] = ()) -> Any:
