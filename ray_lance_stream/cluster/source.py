@@ -118,10 +118,14 @@ class RaySource:
             # Of this plan only: what a transform draws for a row, and whether it dies of it, differs by epoch.
             known = self._deadly.setdefault(request.handle.spec.plan_id, [])
             known += [row for row in findings.deadly if row not in known]
-            self._parts[request.key] = findings.parts  # for the case that one of them is lost
             if findings.deadly:
                 self._found_at = time.monotonic()
-        self._send_in_parts(request, findings.parts)
+            if findings.parts != [request.ranges]:
+                self._parts[request.key] = findings.parts  # for the case that one of them is lost
+        if findings == Findings(parts=[request.ranges]):
+            self._requests.send(request)
+        else:
+            self._send_in_parts(request, findings.parts)
 
     def _send_in_parts(self, request: Request, parts: list[Ranges]) -> None:
         with self._lock:
