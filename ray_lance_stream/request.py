@@ -30,6 +30,12 @@ class Ranges:
         others = f", others of {len(self.overrides)} splits" if self.overrides else ""
         return f"positions {self.start} to {self.stop} of splits {self.first_split} to {last}{others}"
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        own = (self.num_splits - len(self.overrides)) * max(0, self.stop - self.start)
+        return own + sum(max(0, stop - start) for _, start, stop in self.overrides)
+
     def holds(self, split: int, position: int) -> bool:
         """Whether a row is one of them."""
         if not self.first_split <= split < self.first_split + self.num_splits:

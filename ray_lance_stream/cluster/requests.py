@@ -80,7 +80,9 @@ class Requests:
             self._open[request] = None
             call = self._new_call(request, self._pool.best(time.monotonic()))
         self._send(request, call)
-        request.answer.add_done_callback(lambda done: self._abandon(request) if done.cancelled() else None)
+        # Later: what is too much is given up on whichever thread a block has arrived.
+        abandon = functools.partial(self._abandon, request)
+        request.answer.add_done_callback(lambda done: self.later(abandon) if done.cancelled() else None)
 
     def deaths_with(self, request: Request) -> int:
         """Returns how many processes have died, as far as is known, while they had this block to build."""
