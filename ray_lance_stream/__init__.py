@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.errors import (
         BlockError,
         ConfigError,
+        DeadlyRowError,
         LanceStreamError,
         LockstepError,
         MissingStateError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockError": "errors",
     "ConfigError": "errors",
+    "DeadlyRowError": "errors",
     "LanceStream": "stream",
     "LanceStreamError": "errors",
     "LockstepError": "errors",
@@ -77,6 +79,7 @@ _HOME = {
 __all__ = [
     "BlockError",
     "ConfigError",
+    "DeadlyRowError",
     "LanceStream",
     "LanceStreamError",
     "LockstepError",

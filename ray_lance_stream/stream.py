@@ -238,7 +238,7 @@ class LanceStream:
         )
         import ray
 
-        agreement = agreement_of(coordinator)
+        agreement = agreement_of(coordinator, world_size)
         if not ray.is_initialized():
             from ray_lance_stream.local import LocalLink
 

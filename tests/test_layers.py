@@ -65,6 +65,7 @@ ORDER = (
     "checkpoint",
     "gathering",
     "position",
+    "groupagreement",
     "agreement",
     "link",
     "core",

@@ -232,6 +232,8 @@ class RayLink:
     def close(self) -> None:
         """See ``Link``."""
         self._stop.set()
+        if self._agreement is not None:
+            self._agreement.close()
         if self._owned:
             self.session.kill()
             return
