@@ -83,6 +83,10 @@ ORDER = (
     "cluster.answers",
     "cluster.cuts",
     "cluster.examiner",
+    "cluster.sizing",
+    "cluster.meter",
+    "cluster.reports",
+    "cluster.roster",
     "cluster.coordinator",
     "cluster.manager",
     "cluster.pool",
@@ -129,6 +133,7 @@ PURE = (
     "state",
     "rowcursor",
     "packedcursor",
+    "cluster.sizing",
 )
 ROWS_TO_BLOCKS = (
     "request",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from concurrent.futures import Future
@@ -12,6 +13,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelledError
 
 from ray_lance_stream.cluster.answers import answer_of, cause_of
+from ray_lance_stream.cluster.meter import Answer
+from ray_lance_stream.cluster.reports import PoolView, Report, keep_reporting
 from ray_lance_stream.cluster.requests import Request, Requests
 from ray_lance_stream.errors import LanceStreamError, StreamClosedError
 from ray_lance_stream.plan import PlanSpec
@@ -35,6 +38,7 @@ class RaySource:
 
     def __init__(self, coordinator: Any, incarnation: int, *, retry_window_s: float) -> None:
         self._coordinator = coordinator
+        self._incarnation = incarnation
         self._retry_window_s = retry_window_s
         self._lock = threading.Lock()  # futures complete on a thread of Ray's
         self._requests = Requests(incarnation)
@@ -42,6 +46,7 @@ class RaySource:
         self._parts: dict[tuple[str, Ranges], list[Ranges]] = {}  # how blocks that were examined must be cut
         self._closed = threading.Event()
         self._refreshed_at = time.monotonic()
+        self._life = ""  # of the coordinator that was heard of last
         self._refresh()
 
     @property
@@ -57,7 +62,8 @@ class RaySource:
         """See ``BlockSource``."""
         self._refresh_now_and_then(time.monotonic())
         with self._lock:
-            request = Request(self._plans.get(handle.spec.plan_id, handle), ranges)
+            handle = self._plans.get(handle.spec.plan_id, handle)
+            request = Request(handle, ranges, Answer(self._requests.meter))
             parts = self._parts.get(request.key)
         if parts is not None:
             self._send_in_parts(request, parts)
@@ -85,6 +91,35 @@ class RaySource:
         """See ``BlockSource``. Requests that no prefetcher has begun are withdrawn."""
         self._closed.set()
         self._requests.close()
+
+    # ------------------------------------------------------------------ the pool
+
+    @property
+    def prefetchers(self) -> int:
+        """The number of prefetchers that may be asked, as last heard."""
+        return self._requests.pool_size
+
+    def keep_reporting(self, holder: str) -> None:
+        """Tells the coordinator now and then how busy the pool is, as the consumer of that name; see ``reports``."""
+        keep_reporting(self, self._coordinator, holder, self._closed)
+
+    def report(self, holder: str, node: str) -> Report:
+        """See ``reports.Reporting``."""
+        return Report(
+            holder=holder,
+            incarnation=self._incarnation,
+            node=node,
+            load=self._requests.meter.read(time.monotonic()),
+            may_ask=self._requests.may_ask(),
+            life=self._life,
+        )
+
+    def take_view(self, view: PoolView) -> None:
+        """See ``reports.Reporting``."""
+        self._life = view.life
+        if view.members:  # a coordinator that was restarted has none for a while; until then requests fail and wait
+            self._refreshed_at = math.inf  # from now on it is told, and need not ask
+            self._requests.take_pool(view.members, view.near)
 
     # ------------------------------------------------------------------ blocks that kill
 
