@@ -155,7 +155,9 @@ class Pool:
         """Whether a call has waited much longer than is usual, or stands behind calls that all have."""
         if call.begun_at is not None:
             return now - call.begun_at > self._patience_s(call.rows)
-        return all(self.is_late(ahead, now) for ahead in call.member.calls[:_AT_ONCE])
+        ahead = call.member.calls[:_AT_ONCE]
+        # One at the front that has not begun is about to be lost with its process, as those before it were.
+        return call not in ahead and all(self.is_late(other, now) for other in ahead)
 
     def _patience_s(self, rows: int) -> float:
         if not self._recent:
