@@ -237,7 +237,7 @@ class Roster:
 
     async def _watch(self, hand: Hand) -> None:
         while hand.broken is None and hand in self._hands:
-            asked = asyncio.wrap_future(hand.actor.ready.remote().future())
+            asked = asyncio.ensure_future(hand.actor.ready.remote())
             if not (await asyncio.wait({asked}, timeout=_ANSWER_WITHIN_S))[0]:
                 hand.answers = False
             try:
