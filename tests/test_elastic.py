@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import ray
 from conftest import Tables
 from runs import is_running, named_actors, opened, reference, wait_until
 
-from ray_lance_stream import PrefetchConfig
+from ray_lance_stream import LanceStream, PrefetchConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
 ROWS = 4000
@@ -35,31 +36,51 @@ def pool(shard: Any) -> list[tuple[str, int]]:
     return found
 
 
-def read_until(batches: Any, seen: list[list[int]], condition: Callable[[], bool], pause_s: float = 0.0) -> None:
-    """Takes batch after batch until the condition holds, which is looked at now and then."""
-    looked_at, deadline = 0.0, time.monotonic() + 90
-    for batch in batches:
-        seen.append(batch["id"].tolist())
+class Consumer:
+    """Takes batch after batch, epoch after epoch."""
+
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+        self.seen: list[list[int]] = []
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            for batch in self.shard.iter_batches():  # noqa: UP028
+                yield batch
+
+    def read(self, pause_s: float = 0.0) -> None:
+        """Takes a batch, and trains with it for a time."""
+        self.seen.append(next(self._batches)["id"].tolist())
         time.sleep(pause_s)
-        if time.monotonic() - looked_at > 0.5:
-            if condition():
-                return
-            looked_at = time.monotonic()
-            assert looked_at < deadline, "the pool did not change"
-    raise AssertionError("the epoch ended before the pool had changed")
+
+    def read_until(self, condition: Callable[[], bool], what: str, pause_s: float = 0.0) -> None:
+        """Reads until a condition holds, which is looked at now and then."""
+        looked_at, deadline = 0.0, time.monotonic() + 120
+        while True:
+            self.read(pause_s)
+            if time.monotonic() - looked_at > 0.5:
+                if condition():
+                    return
+                looked_at = time.monotonic()
+                assert looked_at < deadline, f"not within two minutes: {what}"
+
+    def check(self, plain: LanceStream) -> None:
+        """Compares what was read with what one reader in this process gets."""
+        want = reference(plain, self.shard.epoch + 1)
+        assert self.seen == list(want.values())[: len(self.seen)]
 
 
 def test_it_grows_for_a_fast_consumer_and_shrinks_for_a_slow_one(tables: Tables) -> None:
     stream = tables.stream(ROWS, transform=_Slow(), prefetch=ELASTIC)
-    seen: list[list[int]] = []
     with opened(stream) as shard:
-        batches = iter(shard.iter_batches())
-        seen.append(next(batches)["id"].tolist())
+        consumer = Consumer(shard)
+        consumer.read()
         assert len(pool(shard)) == 1
-        read_until(batches, seen, lambda: len(pool(shard)) == MOST)
-        read_until(batches, seen, lambda: shard.stats().prefetchers == MOST)
+        consumer.read_until(lambda: len(pool(shard)) == MOST, "the pool is as large as it may be")
+        consumer.read_until(lambda: shard.stats().prefetchers == MOST, "the consumer has heard of it")
         pids = [pid for _, pid in pool(shard)]
-        read_until(batches, seen, lambda: sum(map(is_running, pids)) == 1, pause_s=0.5)
+        consumer.read_until(lambda: sum(map(is_running, pids)) == 1, "two of three are gone", pause_s=0.5)
         assert len(pool(shard)) == 1
         # Those that went had answered all they were asked for.
         assert shard.stats().retries == 0
@@ -68,23 +89,24 @@ def test_it_grows_for_a_fast_consumer_and_shrinks_for_a_slow_one(tables: Tables)
         assert (wanted[0], max(wanted), wanted[-1]) == (1, MOST, 1)
         assert run.prefetchers[-1].running == 1
         assert [size.at for size in run.prefetchers] == sorted(size.at for size in run.prefetchers)
-    assert seen == list(reference(tables.stream(ROWS), 1).values())[: len(seen)]
+        consumer.check(tables.stream(ROWS))
     wait_until(lambda: not any(map(is_running, pids)), 10, "no prefetcher")
 
 
 def test_deaths_while_it_grows_are_harmless(tables: Tables) -> None:
     """A prefetcher, and then the coordinator, which begins with as many as there were."""
     stream = tables.stream(ROWS, transform=_Slow(), prefetch=ELASTIC)
-    seen: list[list[int]] = []
     with opened(stream) as shard:
-        batches = iter(shard.iter_batches())
-        read_until(batches, seen, lambda: len(pool(shard)) == 2)
+        consumer = Consumer(shard)
+        consumer.read_until(lambda: len(pool(shard)) == 2, "a second prefetcher")
         os.kill(pool(shard)[0][1], signal.SIGKILL)
-        read_until(batches, seen, lambda: len(pool(shard)) == MOST)
+        consumer.read_until(lambda: len(pool(shard)) == MOST, "all prefetchers, the dead one again")
+        consumer.read_until(lambda: shard.stats().prefetchers == MOST, "the consumer has heard of it")
         before = {pid for _, pid in pool(shard)}
         os.kill(ray.get(shard.link.session.coordinator.pid.remote()), signal.SIGKILL)
-        read_until(batches, seen, lambda: len({pid for _, pid in pool(shard)} - before) == MOST)
-        sizes = ray.get(shard.link.session.coordinator.sizes.remote())
-        assert [size.wanted for size in sizes[:2]] == [1, MOST]
-    assert seen == list(reference(tables.stream(ROWS), 1).values())[: len(seen)]
+        consumer.read_until(lambda: len({pid for _, pid in pool(shard)} - before) == MOST, "as many new ones")
+        sizes = [size.wanted for size in ray.get(shard.link.session.coordinator.sizes.remote())]
+        assert [size for size, _ in itertools.groupby(sizes)] in ([MOST], [1, MOST])
+        consumer.check(tables.stream(ROWS))
     wait_until(lambda: not named_actors(stream), 10, "no named actor")
+    wait_until(lambda: not any(map(is_running, before)), 10, "no prefetcher")

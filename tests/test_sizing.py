@@ -117,6 +117,16 @@ def test_prefetchers_that_find_no_room_are_few_and_given_up_when_nobody_starves(
     assert wanted == [12] * 30 + [8]
 
 
+def test_while_none_works_and_while_nobody_reports_nothing_is_learned() -> None:
+    sizing = Sizing(1, 8, HOLD_S)
+    run(sizing, [FULL], 4, 29)
+    assert sizing.observe(29.0, [], running=4, pending=0) == 4
+    assert run(sizing, [FULL], 4, 30, start=30) == [4] * 30
+    assert {sizing.observe(60.0 + s, [FULL], running=0, pending=4) for s in range(100)} == {4}
+    assert {sizing.observe(160.0 + s, [FULL], running=1, pending=3) for s in range(30)} == {4}
+    assert sizing.observe(190.0, [FULL], running=1, pending=3) == 2
+
+
 def test_those_of_the_least_are_not_given_up() -> None:
     sizing = Sizing(4, 8, HOLD_S)
     assert {sizing.observe(float(s), [FULL], running=1, pending=3) for s in range(100)} == {4}

@@ -58,12 +58,13 @@ class Sizing:
         Args:
             now: The time in seconds, on any clock that does not go back.
             loads: The last report of every consumer. The one that waits most decides; without any, nothing changes.
-            running: Prefetchers that work.
+            running: Prefetchers that work. Where none does, nothing changes.
             pending: Prefetchers that are wanted and do not work yet, or not at present.
         """
-        size = running + pending
-        target = size
-        if loads:
+        target = running + pending
+        if not loads or not running:  # nobody says anything, or could ask anybody for anything
+            self._starved, self._idle_since, self._unwanted_since = 0, None, None
+        else:
             requests = sum(load.requests for load in loads)
             waits = max(load.waited for load in loads) >= _WAITS
             if waits and requests > running:
