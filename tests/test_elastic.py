@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
-import pyarrow as pa
 import pytest
 import ray
 from conftest import Tables
-from runs import is_running, named_actors, opened, reference, wait_until
+from consumers import Consumer, Slow, pool
+from runs import is_running, named_actors, opened, wait_until
 
-from ray_lance_stream import LanceStream, PrefetchConfig
+from ray_lance_stream import PrefetchConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
 ROWS = 4000
@@ -24,55 +21,8 @@ MOST = 3
 ELASTIC = PrefetchConfig(num_actors=(1, MOST), block_bytes=400, max_buffer_bytes=8000, shrink_after_s=3)
 
 
-class _Slow:
-    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        time.sleep(0.1)  # stands for work
-        return batch
-
-
-def pool(shard: Any) -> list[tuple[str, int]]:
-    """(node, process id) of the prefetchers that consumers may ask."""
-    found: list[tuple[str, int]] = ray.get(shard.link.session.coordinator.prefetchers.remote())
-    return found
-
-
-class Consumer:
-    """Takes batch after batch, epoch after epoch."""
-
-    def __init__(self, shard: Any) -> None:
-        self.shard = shard
-        self.seen: list[list[int]] = []
-        self._batches = self._endless()
-
-    def _endless(self) -> Iterator[Any]:
-        while True:
-            for batch in self.shard.iter_batches():  # noqa: UP028
-                yield batch
-
-    def read(self, pause_s: float = 0.0) -> None:
-        """Takes a batch, and trains with it for a time."""
-        self.seen.append(next(self._batches)["id"].tolist())
-        time.sleep(pause_s)
-
-    def read_until(self, condition: Callable[[], bool], what: str, pause_s: float = 0.0) -> None:
-        """Reads until a condition holds, which is looked at now and then."""
-        looked_at, deadline = 0.0, time.monotonic() + 120
-        while True:
-            self.read(pause_s)
-            if time.monotonic() - looked_at > 0.5:
-                if condition():
-                    return
-                looked_at = time.monotonic()
-                assert looked_at < deadline, f"not within two minutes: {what}"
-
-    def check(self, plain: LanceStream) -> None:
-        """Compares what was read with what one reader in this process gets."""
-        want = reference(plain, self.shard.epoch + 1)
-        assert self.seen == list(want.values())[: len(self.seen)]
-
-
 def test_it_grows_for_a_fast_consumer_and_shrinks_for_a_slow_one(tables: Tables) -> None:
-    stream = tables.stream(ROWS, transform=_Slow(), prefetch=ELASTIC)
+    stream = tables.stream(ROWS, transform=Slow(), prefetch=ELASTIC)
     with opened(stream) as shard:
         consumer = Consumer(shard)
         consumer.read()
@@ -95,7 +45,7 @@ def test_it_grows_for_a_fast_consumer_and_shrinks_for_a_slow_one(tables: Tables)
 
 def test_deaths_while_it_grows_are_harmless(tables: Tables) -> None:
     """A prefetcher, and then the coordinator, which begins with as many as there were."""
-    stream = tables.stream(ROWS, transform=_Slow(), prefetch=ELASTIC)
+    stream = tables.stream(ROWS, transform=Slow(), prefetch=ELASTIC)
     with opened(stream) as shard:
         consumer = Consumer(shard)
         consumer.read_until(lambda: len(pool(shard)) == 2, "a second prefetcher")
