@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,20 @@ def pool(shard: Any) -> list[tuple[str, int]]:
     """(node, process id) of the prefetchers that consumers may ask."""
     found: list[tuple[str, int]] = ray.get(shard.link.session.coordinator.prefetchers.remote())
     return found
+
+
+def train(stream: LanceStream) -> tuple[str, set[str], list[list[int]], set[str]]:
+    """One epoch of one worker, in a process that loads this module and no test.
+
+    Returns:
+        The node it was on, the nodes that rows were decoded on, the ids, and what of Lance it has loaded.
+    """
+    decoded_on, ids = set(), []
+    with stream.open() as shard:
+        for batch in shard.iter_batches():
+            decoded_on |= set(batch["node"].tolist())
+            ids.append(batch["id"].tolist())
+    return ray.get_runtime_context().get_node_id(), decoded_on, ids, {"lance", "lancedb"} & set(sys.modules)
 
 
 class Consumer:

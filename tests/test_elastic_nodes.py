@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import ray
 from conftest import Tables
-from consumers import Consumer, Slow, pool
+from consumers import Consumer, Slow, pool, train
 from nodes import Nodes
 from runs import opened, reference, wait_until
 
-from ray_lance_stream import LanceStream, PrefetchConfig
+from ray_lance_stream import PrefetchConfig
 
 pytestmark = pytest.mark.cluster
 ROWS = 4000
@@ -26,22 +25,12 @@ class _Where:
         return {"id": batch["id"], "node": [ray.get_runtime_context().get_node_id()] * len(batch)}
 
 
-def _train(stream: LanceStream) -> tuple[str, set[str], list[list[int]], set[str]]:
-    """One worker's epoch; returns where it was, where rows were decoded, the ids, and what of Lance it has loaded."""
-    decoded_on, ids = set(), []
-    with stream.open() as shard:
-        for batch in shard.iter_batches():
-            decoded_on |= set(batch["node"].tolist())
-            ids.append(batch["id"].tolist())
-    return ray.get_runtime_context().get_node_id(), decoded_on, ids, {"lance", "lancedb"} & set(sys.modules)
-
-
 def test_with_loader_nodes_trainers_neither_read_nor_decode(nodes: Nodes, tables: Tables) -> None:
     loaders = {nodes.add_loader().node_id for _ in range(2)}
     trainer = nodes.add_trainer()
     prefetch = PrefetchConfig(num_actors=(2, 4), block_bytes=400, max_buffer_bytes=4000, placement_timeout_s=120)
     stream = tables.stream(400, transform=_Where(), prefetch=prefetch)
-    task: Any = ray.remote(_train)  # its hints take the arguments for references
+    task: Any = ray.remote(train)  # its hints take the arguments for references
     where, decoded_on, ids, loaded = ray.get(task.options(num_gpus=1).remote(stream), timeout=200)
     assert where == trainer.node_id
     assert decoded_on and decoded_on <= loaders
