@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.sifting import ReplaceRow, SkippedRow
     from ray_lance_stream.state import merge_state_dicts
-    from ray_lance_stream.stats import RunProgress, ShardStats
+    from ray_lance_stream.stats import PoolSize, RunProgress, ShardStats
     from ray_lance_stream.stream import LanceStream
     from ray_lance_stream.train import StreamDataConfig
     from ray_lance_stream.transform import TransformContext
@@ -52,6 +52,7 @@ _HOME = {
     "MapBatches": "mapbatches",
     "MissingStateError": "errors",
     "PlacementError": "errors",
+    "PoolSize": "stats",
     "PrefetchConfig": "config",
     "ReplaceRow": "sifting",
     "RunProgress": "stats",
@@ -86,6 +87,7 @@ __all__ = [
     "MapBatches",
     "MissingStateError",
     "PlacementError",
+    "PoolSize",
     "PrefetchConfig",
     "ReplaceRow",
     "RunProgress",

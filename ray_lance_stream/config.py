@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ray_lance_stream.errors import ConfigError, MissingStateError, explain
+from ray_lance_stream.errors import ConfigError, MissingStateError, explain, shown
 from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
 from ray_lance_stream.provenance import check_overrides
 from ray_lance_stream.state import StreamState
@@ -21,9 +21,11 @@ class PrefetchConfig:
     """The pool of prefetchers and what it may use. Changes speed and memory, never the order of rows.
 
     Attributes:
-        num_actors: Prefetchers, 1 or more.
+        num_actors: Prefetchers, 1 or more; or (min, max): it starts with min, more are started while training workers
+            wait for blocks and requests queue, and they end again when they have long had little to do.
         num_cpus: CPUs Ray reserves for each. The default, 0, reserves none: training workers find the
-            CPUs they ask for, and the prefetchers use what is idle. Give 1 on nodes kept for data.
+            CPUs they ask for, and the prefetchers use what is idle. Give 1 on nodes kept for data: then Ray's
+            autoscaler also adds such nodes for prefetchers that find no room, and removes them after those.
         resources: Custom Ray resources of each prefetcher.
         label_selector: Ray node labels, e.g. ``{"pool": "data"}``. Without one, and without
             ``resources``, prefetchers go to nodes labelled ``pool=data`` if there are any, else to CPU
@@ -37,9 +39,11 @@ class PrefetchConfig:
         placement_timeout_s: How long to wait for the first prefetcher to start.
         idle_timeout_s: After so long without a living consumer the stream's actors end by themselves.
         retry_window_s: How long a block is asked for again after losses before that is an error.
+        shrink_after_s: With ``num_actors=(min, max)``: how long buffers must have been full before prefetchers end.
+            Doubles, up to ten minutes, whenever those that ended were needed again.
     """
 
-    num_actors: int = 2
+    num_actors: int | tuple[int, int] = 2
     num_cpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     label_selector: Mapping[str, str] = field(default_factory=dict)
@@ -49,18 +53,32 @@ class PrefetchConfig:
     placement_timeout_s: float = 60.0
     idle_timeout_s: float = 60.0
     retry_window_s: float = 60.0
+    shrink_after_s: float = 30.0
 
     def __post_init__(self) -> None:
-        require_int("num_actors", self.num_actors, minimum=1, remedy="pass 1 or more prefetchers")
+        if isinstance(self.num_actors, tuple):
+            _require_bounds("num_actors", self.num_actors)
+        else:
+            require_int("num_actors", self.num_actors, minimum=1, remedy="pass 1 or more prefetchers, or (min, max)")
         for name in ("max_buffer_bytes", "block_bytes"):
             require_int(name, getattr(self, name), minimum=1, maximum=2**62, remedy="pass a number of bytes")
         _require_number("num_cpus", self.num_cpus, least=0)
-        for name in ("placement_timeout_s", "idle_timeout_s", "retry_window_s"):
+        for name in ("placement_timeout_s", "idle_timeout_s", "retry_window_s", "shrink_after_s"):
             _require_number(name, getattr(self, name), least=0.1)
         _require_mapping("resources", self.resources, "amounts by name", lambda v: _is_number(v) and v >= 0)
         _require_mapping("label_selector", self.label_selector, "strings by label", lambda v: isinstance(v, str))
         if self.runtime_env is not None:
             _require_mapping("runtime_env", self.runtime_env, "fields of a Ray runtime environment", lambda _: True)
+
+    @property
+    def min_actors(self) -> int:
+        """The fewest prefetchers, with which the pool starts."""
+        return self.num_actors[0] if isinstance(self.num_actors, tuple) else self.num_actors
+
+    @property
+    def max_actors(self) -> int:
+        """The most prefetchers."""
+        return self.num_actors[1] if isinstance(self.num_actors, tuple) else self.num_actors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +136,20 @@ class StreamConfig:
                 remedy="resume from a checkpoint that has one, or pass on_missing_state='restart' to begin anew",
             )
         )
+
+
+def _require_bounds(name: str, value: tuple[object, ...]) -> None:
+    whole = [isinstance(item, int) and not isinstance(item, bool) for item in value]
+    if len(value) == 2 and all(whole) and 1 <= value[0] <= value[1]:  # type: ignore[operator]
+        return
+    raise ConfigError(
+        explain(
+            f"{name} is not valid",
+            found=shown(value),
+            expected="two integers (min, max), 1 <= min <= max",
+            remedy="pass the fewest and the most prefetchers, e.g. (1, 8), or one number",
+        )
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -122,6 +122,7 @@ class ShardCore:
             buffered_bytes=0 if reader is None else reader.buffered_bytes,
             retries=self._retries + (0 if reader is None else reader.retries),
             rows_skipped=self._skip_log().count,
+            prefetchers=getattr(self._source, "prefetchers", 0),
         )
 
     @property

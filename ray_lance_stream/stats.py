@@ -18,6 +18,7 @@ class ShardStats:
         buffered_bytes: Bytes of blocks held or asked for right now. At the budget: the pool keeps up.
         retries: Requests sent again after a prefetcher, a node or an object was lost.
         rows_skipped: Rows left out because the transform failed on them; of blocks that have arrived.
+        prefetchers: Prefetchers this worker may ask, as it last heard; 0 where it reads in its own process.
     """
 
     rows: int
@@ -27,12 +28,28 @@ class ShardStats:
     buffered_bytes: int
     retries: int
     rows_skipped: int = 0
+    prefetchers: int = 0
 
     @property
     def wait_share(self) -> float:
         """Part of the loop's time spent waiting for data, 0 to 1. Above a few percent: add prefetchers."""
         total = self.wait_s + self.train_s
         return self.wait_s / total if total else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSize:
+    """How many prefetchers a run had from some time on.
+
+    Attributes:
+        at: When that began, in seconds since 1970.
+        running: Prefetchers that worked.
+        wanted: Prefetchers there should be: the others were starting, waiting for a node, or lost.
+    """
+
+    at: float
+    running: int
+    wanted: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +60,14 @@ class RunProgress:
         name: The stream's name in the run; empty until a worker has been handed a batch.
         world_size: Training workers of the present worker group; 0 until one has.
         ranks: (epoch, step) by world rank: the step each worker was last handed, counted from 1.
+        prefetchers: The size of the pool over time, the present one last; the last 256 changes. Empty if its
+            coordinator did not answer.
     """
 
     name: str
     world_size: int
     ranks: Mapping[int, tuple[int, int]]
+    prefetchers: tuple[PoolSize, ...] = ()
 
     @property
     def epoch_and_step(self) -> tuple[int, int]:

@@ -84,6 +84,10 @@ ORDER = (
     "cluster.answers",
     "cluster.cuts",
     "cluster.examiner",
+    "cluster.sizing",
+    "cluster.meter",
+    "cluster.reports",
+    "cluster.roster",
     "cluster.coordinator",
     "cluster.told",
     "cluster.manager",
@@ -133,6 +137,7 @@ PURE = (
     "state",
     "rowcursor",
     "packedcursor",
+    "cluster.sizing",
 )
 ROWS_TO_BLOCKS = (
     "request",

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,14 @@ from ray.exceptions import (
 )
 
 from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.cluster import meter as meter_module
+from ray_lance_stream.cluster import reports as reports_module
 from ray_lance_stream.cluster import requests as requests_module
 from ray_lance_stream.cluster import source as source_module
 from ray_lance_stream.cluster.cuts import halves
 from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.prefetcher import Prefetcher
+from ray_lance_stream.cluster.reports import PoolView
 from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.errors import BlockError, StaleIncarnationError, StreamClosedError, TransformError
 from ray_lance_stream.location import TableRef
@@ -75,7 +79,7 @@ class Actor:
     """A prefetcher that answers when told to."""
 
     def __init__(self, name: str) -> None:
-        self._actor_id = name
+        self._actor_id = name.encode()
         self.refs: list[Ref] = []
         self.build = Method(lambda *_: self.refs.append(Ref()) or self.refs[-1])  # type: ignore[func-returns-value]
         self.process = 1
@@ -90,6 +94,7 @@ class Cluster:
         self.pool = Method(lambda: list(self.actors))
         self.ensure = Method(self.plan)
         self.examine = Method(lambda *_: Findings())
+        self.report = Method(lambda *_: PoolView(life="1", members=list(self.actors)))
         self.now, self.initialized = 100.0, True
         self.cancelled: list[Ref] = []
         self.lists = 0
@@ -212,6 +217,119 @@ def test_a_prefetcher_that_answers_with_an_error_is_not_passed_over(cluster: Clu
         ref.set_exception(error)
     source.request(source.plan(spec()), RANGES)
     assert asked(cluster) == [3, 2]
+
+
+def view(cluster: Cluster, *indexes: int, near: int | None = None) -> PoolView:
+    members = [cluster.actors[index] for index in indexes]
+    chosen = frozenset() if near is None else frozenset([cluster.actors[near]._actor_id.hex()])
+    return PoolView(life="1", members=members, near=chosen)
+
+
+def test_one_that_is_near_is_preferred_among_equals_only(cluster: Cluster) -> None:
+    for near in (0, 1):
+        source = cluster.source()
+        source.take_view(view(cluster, 0, 1, near=near))
+        before = asked(cluster)
+        for _ in range(5):
+            source.request(source.plan(spec()), RANGES)
+        assert [after - was for after, was in zip(asked(cluster), before, strict=True)] == [3 - near, 2 + near]
+
+
+def test_one_that_leaves_the_pool_is_not_asked_any_more_and_answers_what_it_was(cluster: Cluster) -> None:
+    source = cluster.source()
+    answers = [source.request(source.plan(spec()), RANGES) for _ in range(4)]
+    assert asked(cluster) == [2, 2]
+    source.take_view(view(cluster, 1))
+    answers += [source.request(source.plan(spec()), RANGES) for _ in range(3)]
+    assert asked(cluster) == [2, 5] and source.prefetchers == 1
+    assert len(source.report("one", "n").may_ask) == 2
+    for ref in cluster.actors[0].refs:
+        ref.set_result("block")
+    assert source.report("one", "n").may_ask == {cluster.actors[1]._actor_id.hex()}
+    for ref in cluster.actors[1].refs:
+        ref.set_result("block")
+    assert [answer.result(5) for answer in answers] == ["block"] * 7
+    source.take_view(PoolView(life="2", members=[]))  # of a coordinator that has just been restarted
+    source.request(source.plan(spec()), RANGES)
+    assert asked(cluster) == [2, 6]
+
+
+def test_close_withdraws_what_one_that_left_has_not_begun(cluster: Cluster) -> None:
+    source = cluster.source()
+    for _ in range(4):
+        source.request(source.plan(spec()), RANGES)
+    source.take_view(view(cluster, 1))
+    source.close()
+    assert len(cluster.cancelled) == 4
+
+
+def test_it_reports_open_requests_and_waits_since_the_last_report(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = cluster.source()
+    answers = [source.request(source.plan(spec()), RANGES) for _ in range(2)]
+    cluster.now += 6
+    for actor in cluster.actors:
+        for ref in actor.refs:
+            ref.set_result("block")
+    cluster.now += 2
+    report = source.report("one", "n")
+    assert (report.holder, report.node, report.incarnation, report.life) == ("one", "n", 1, "")
+    assert (report.load.requests, report.load.waited) == (1.5, 0.0)
+    waiting = source.request(source.plan(spec()), RANGES)
+    ticks = iter([5.0, 5.5, 7.0, 8.5])
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    for _ in range(2):
+        with pytest.raises(FutureTimeoutError):
+            waiting.exception(timeout=0.01)
+    assert answers[0].exception() is None  # is here: no wait
+    cluster.now += 4
+    source.take_view(view(cluster, 0, 1))
+    report = source.report("one", "n")
+    assert (report.load.requests, report.load.waited, report.life) == (1.0, 0.5, "1")
+
+
+def test_once_it_is_told_who_is_there_it_does_not_ask(cluster: Cluster) -> None:
+    source = cluster.source()
+    for told in (False, True):
+        cluster.pool.calls.clear()
+        if told:
+            source.take_view(view(cluster, 0, 1))
+        cluster.now += 10
+        source.request(source.plan(spec()), RANGES)
+        assert len(cluster.pool.calls) == (not told)
+
+
+def test_it_reports_until_it_is_closed_or_dropped(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, no_threads_left: None
+) -> None:
+    del no_threads_left
+    monkeypatch.setattr(reports_module, "REPORT_EVERY_S", 0.01)
+    context = SimpleNamespace(get_node_id=lambda: "n")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    closed, dropped = cluster.source(), [cluster.source()]
+    closed.keep_reporting("closed")
+    dropped[0].keep_reporting("dropped")
+    until(lambda: {call[0].holder for call in cluster.report.calls} == {"closed", "dropped"})
+    until(lambda: dropped[0].report("", "").life == "1")
+    closed.close()
+    dropped.clear()
+
+
+def test_a_report_that_is_not_answered_is_not_followed_by_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports_module, "REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
+    first = Ref()
+    cluster.report.answer = lambda *_: first if len(cluster.report.calls) == 1 else PoolView(life="1", members=[])
+    source = cluster.source()
+    source.keep_reporting("one")
+    time.sleep(0.3)
+    assert len(cluster.report.calls) == 1
+    first.set_exception(UNAVAILABLE)
+    until(lambda: len(cluster.report.calls) > 1)
+    source.close()
 
 
 # --- what it asks again ------------------------------------------------------------------------------------
@@ -357,6 +475,19 @@ def test_copies_go_to_idle_prefetchers_only_and_requests_behind_late_ones_are_la
         ref.set_result("copy")
     source.request(handle, RANGES)
     assert asked(cluster) == [before[0], before[1] + 1]
+
+
+def test_requests_at_the_front_of_one_that_died_are_not_late(cluster: Cluster) -> None:
+    """They never began, and are lost in a moment as well."""
+    del cluster.actors[1]
+    source = cluster.source()
+    for _ in range(6):
+        source.request(source.plan(spec()), RANGES)
+    (actor,) = cluster.actors
+    for ref in actor.refs[:2]:
+        ref.set_exception(ActorDiedError())
+    cluster.now += 1000
+    assert overtake(cluster, source) == [6]
 
 
 def test_an_error_of_one_copy_waits_for_the_other_unless_it_is_final(cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
+from ray.exceptions import RayActorError, RayError
 
 from ray_lance_stream.cluster.answers import cause_of
 from ray_lance_stream.cluster.examiner import Examiner, Findings
@@ -18,11 +18,14 @@ from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request, extra_options
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS, Prefetcher
+from ray_lance_stream.cluster.reports import PoolView, Report
+from ray_lance_stream.cluster.roster import Hand, Roster
 from ray_lance_stream.config import PrefetchConfig
 from ray_lance_stream.errors import LanceStreamError, PlacementError, explain
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import SkippedRow
+from ray_lance_stream.stats import PoolSize
 
 cluster_nodes: Any = ray.nodes  # untyped
 logger = logging.getLogger("ray_lance_stream")
@@ -44,26 +47,24 @@ class Coordinator:
         self._session_id = session_id
         self._config = config
         self._leases = Leases(config.idle_timeout_s)
-        self._incarnation = 0
         self._plans: dict[tuple[TableIdentity, OrderSpec, int | None], asyncio.Task[PlanHandle]] = {}
         self._turn = 0
         # Ray's type hints do not know concurrency_groups.
         remote: Any = ray.remote
         actor = remote(concurrency_groups=CONCURRENCY_GROUPS, max_restarts=-1, max_task_retries=0)(Prefetcher)
+
+        def start(index: int) -> Any:
+            (options,) = actor_options(config, cluster_nodes(), [index])
+            return actor.options(**options).remote(recipe, version, f"{session_id}/{index}")
+
         # The pool is owned by this actor: it cannot outlive it.
-        self._pool = [
-            actor.options(**options).remote(recipe, version, f"{session_id}/{index}")
-            for index, options in enumerate(actor_options(config, cluster_nodes()))
-        ]
+        self._roster = Roster(config, start, lambda prefetcher: str(prefetcher._actor_id.hex()))
 
         def extra() -> Any:
             options = extra_options(config, cluster_nodes()) | {"max_restarts": 0}
             return actor.options(**options).remote(recipe, version, f"{session_id}/examiner")
 
         self._examiner = Examiner(extra, config.placement_timeout_s)
-        self._ready: set[int] = set()
-        self._broken: dict[int, Exception] = {}
-        self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Coordinator({self._session_id})"
@@ -75,6 +76,7 @@ class Coordinator:
     async def release(self, holder: str) -> None:
         """Gives a lease back."""
         self._leases.release(holder)
+        self._roster.forget(holder)
 
     async def pid(self) -> int:
         """Returns the process id on the coordinator's node."""
@@ -92,21 +94,32 @@ class Coordinator:
         Raises:
             PlacementError: No prefetcher could be started within ``placement_timeout_s``.
         """
-        self._incarnation = max(self._incarnation + 1, proposed)
+        incarnation = max(self._roster.incarnation + 1, proposed)
+        self._roster.begin(incarnation)
         with self._leases.busy():
             await self._await_first()
             fenced = [
-                asyncio.wrap_future(self._pool[index].fence.remote(self._incarnation).future()) for index in self._ready
+                asyncio.wrap_future(prefetcher.fence.remote(incarnation).future())
+                for prefetcher in self._roster.started
             ]
             # One that is being restarted has no old requests to drop, and one that hangs must not hold up the
             # run: the first new request tells it as well.
             await asyncio.wait(fenced, timeout=_FENCE_WAIT_S)
-        return self._incarnation
+        return incarnation
 
     async def pool(self) -> list[Any]:
         """Returns the handles of the prefetchers that have started; at least one."""
         await self._await_first()
-        return [self._pool[index] for index in sorted(self._ready)]
+        return [hand.actor for hand in self._roster.ready]
+
+    async def report(self, report: Report) -> PoolView:
+        """Hears how busy a consumer finds the pool, and tells it who is in the pool now."""
+        self._roster.tend()
+        return self._roster.hear(report)
+
+    async def sizes(self) -> tuple[PoolSize, ...]:
+        """Returns the size of the pool over time, the present one last."""
+        return self._roster.sizes()
 
     async def prefetchers(self) -> list[tuple[str, int]]:
         """Returns (node id, process id) of each prefetcher that answers now."""
@@ -165,10 +178,11 @@ class Coordinator:
 
     async def _deadly_among_first(self, spec: PlanSpec, factor: int) -> list[SkippedRow]:
         """Examines the rows that opening a plan builds: the first of epoch 0, which fix the schema."""
-        pool = await self.pool()
+        hand = await self._next_hand()
         try:
-            first_ref, rows_ref = pool[self._turn % len(pool)].count_plan.options(num_returns=2).remote(spec, factor)
-            handle, ranges = await first_ref
+            with hand.used() as prefetcher:
+                first_ref, rows_ref = prefetcher.count_plan.options(num_returns=2).remote(spec, factor)
+                handle, ranges = await first_ref
         except RayError:
             return []  # lost, or an error, which opening the plan meets as well
         if spec.order.is_listed:
@@ -180,7 +194,7 @@ class Coordinator:
         asked = {await self._open_at_next(spec, deadly)}
         try:
             done, _ = await asyncio.wait(asked, timeout=_PLAN_PATIENCE_S)
-            if not done and len(self._ready) > 1:
+            if not done and len(self._roster.ready) > 1:
                 asked.add(await self._open_at_next(spec, deadly))
             done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -189,27 +203,32 @@ class Coordinator:
                 task.cancel()
 
     async def _open_at_next(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> asyncio.Task[PlanHandle]:
-        pool = await self.pool()
-        prefetcher = pool[self._turn % len(pool)]
+        hand = await self._next_hand()
+        return asyncio.get_running_loop().create_task(_open_at(hand, spec, deadly))
+
+    async def _next_hand(self) -> Hand:
+        """The prefetcher whose turn it is; waits for the first one."""
+        await self._await_first()
+        ready = self._roster.ready
+        hand = ready[self._turn % len(ready)]
         self._turn += 1
-        return asyncio.get_running_loop().create_task(_open_at(prefetcher, spec, deadly))
+        return hand
 
     async def _await_first(self) -> None:
-        if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._watch_starts())
+        self._roster.tend()
         began = time.monotonic()
-        while not self._ready:
-            broken = len(self._broken) == len(self._pool)
+        while not self._roster.ready:
+            broken = len(self._roster.broken) == self._roster.size
             if broken or time.monotonic() - began > self._config.placement_timeout_s:
                 raise self._placement_error()
             await asyncio.sleep(0.02)
 
     def _placement_error(self) -> PlacementError:
-        if self._broken:
+        if self._roster.broken:
             return PlacementError(
                 explain(
                     "prefetchers cannot start",
-                    found=f"{next(iter(self._broken.values()))}",
+                    found=f"{self._roster.broken[0]}",
                     expected="the package, Lance and the transform's modules on the nodes they are placed on",
                     remedy="install them there, or pass runtime_env in PrefetchConfig",
                 )
@@ -218,28 +237,14 @@ class Coordinator:
             explain(
                 f"no prefetcher could be placed within {self._config.placement_timeout_s:.0f} s",
                 found=f"nodes: {describe_nodes(cluster_nodes())}",
-                expected=f"a node that has, for each of {len(self._pool)}: {describe_request(self._config)}",
+                expected=f"a node that has, for each of {self._config.min_actors}: {describe_request(self._config)}",
                 remedy="label a node, add one, or change label_selector, num_cpus or resources in PrefetchConfig",
             )
         )
 
-    async def _watch_starts(self) -> None:
-        async def one(index: int, prefetcher: Any) -> None:
-            while index not in self._ready and index not in self._broken:
-                try:
-                    await prefetcher.ready.remote()
-                    await prefetcher.fence.remote(self._incarnation)
-                    self._ready.add(index)
-                except RayError as error:
-                    # Ray does not start an actor again whose constructor or environment failed.
-                    if isinstance(error, RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False):
-                        self._broken[index] = error
-                    await asyncio.sleep(_RETRY_PAUSE_S)
 
-        await asyncio.gather(*(one(index, prefetcher) for index, prefetcher in enumerate(self._pool)))
-
-
-async def _open_at(prefetcher: Any, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:
-    handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec, deadly)
-    handle: PlanHandle = await handle_ref
+async def _open_at(hand: Hand, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:
+    with hand.used() as prefetcher:
+        handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec, deadly)
+        handle: PlanHandle = await handle_ref
     return handle if not spec.order.is_listed else dataclasses.replace(handle, matching_rows=rows_ref)

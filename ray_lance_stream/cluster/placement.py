@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -12,16 +12,20 @@ from ray_lance_stream.config import POOL_LABEL, PrefetchConfig
 Node = Mapping[str, Any]  # an entry of ray.nodes()
 
 
-def actor_options(config: PrefetchConfig, nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Returns Ray's actor options for each prefetcher of the pool.
+def actor_options(
+    config: PrefetchConfig, nodes: Sequence[Node], indexes: Iterable[int] | None = None
+) -> list[dict[str, Any]]:
+    """Returns Ray's actor options for prefetchers of the pool.
 
     Args:
         config: What the user asked for.
         nodes: The cluster as ``ray.nodes()`` shows it.
+        indexes: Which prefetchers; those that the pool starts with by default.
 
     Without a selector or resources: nodes labelled ``pool=data`` if there are any, else nodes with CPUs
     and no GPU, else nodes with CPUs, in turn. The affinity is soft, so a prefetcher outlives its node.
     """
+    chosen = range(config.min_actors) if indexes is None else list(indexes)
     common: dict[str, Any] = {"num_cpus": config.num_cpus}
     if config.resources:
         common["resources"] = dict(config.resources)
@@ -34,14 +38,14 @@ def actor_options(config: PrefetchConfig, nodes: Sequence[Node]) -> list[dict[st
     if selector or config.resources:
         if selector:
             common["label_selector"] = selector
-        return [common | {"scheduling_strategy": "SPREAD"} for _ in range(config.num_actors)]
+        return [common | {"scheduling_strategy": "SPREAD"} for _ in chosen]
     candidates = _first_non_empty(
         [node for node in alive if _amount(node, "CPU") and not _amount(node, "GPU")],
         [node for node in alive if _amount(node, "CPU")],
         alive,
     )
     if not candidates:
-        return [dict(common) for _ in range(config.num_actors)]
+        return [dict(common) for _ in chosen]
     return [
         common
         | {
@@ -49,7 +53,7 @@ def actor_options(config: PrefetchConfig, nodes: Sequence[Node]) -> list[dict[st
                 candidates[index % len(candidates)]["NodeID"], soft=True
             )
         }
-        for index in range(config.num_actors)
+        for index in chosen
     ]
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ray_lance_stream.cluster.meter import Meter
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS
 
 _AT_ONCE: Final = CONCURRENCY_GROUPS["build"]
@@ -30,12 +31,19 @@ class Member:
         calls: What it was asked for and has not answered, oldest first.
         failures: How often it failed, one after the other.
         suspect_until: Others are preferred until then.
+        near: Whether it is preferred among equals, being on this node.
     """
 
     actor: Any
     calls: list[Call] = field(default_factory=list, repr=False)
     failures: int = 0
     suspect_until: float = 0.0
+    near: bool = False
+
+    @property
+    def id(self) -> str:
+        """Names the prefetcher; the same after a restart."""
+        return actor_id(self.actor)
 
     def failed(self, now: float) -> None:
         """Makes others preferred for a while. Requests that fail together, with the process, count once."""
@@ -67,26 +75,51 @@ class Call:
 
 
 class Pool:
-    """Members, what was asked of each, and how long answers usually take. Not thread-safe."""
+    """Members, what was asked of each, and how long answers usually take. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        meter: Is told of every call.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._members: list[Member] = []
+        self._leaving: list[Member] = []  # not asked any more, but not all has been answered
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # (seconds, rows) of blocks
         self._random = random.Random()  # not the module's: its numbers are the user's
 
-    def replace(self, actors: list[Any]) -> None:
-        """Takes over who is in the pool now; what is known of those that stay is kept."""
-        known = {member.actor._actor_id: member for member in self._members}
+    def replace(self, actors: list[Any], near: frozenset[str] = frozenset()) -> None:
+        """Takes over who is in the pool now; what is known of those that stay is kept.
+
+        Args:
+            actors: The prefetchers; those that are not among them are not asked any more, and answer what they were.
+            near: Ids of those to prefer among equals.
+        """
+        known = {member.actor._actor_id: member for member in self._members + self._leaving}
         self._members = [known.get(actor._actor_id) or Member(actor) for actor in actors]
+        self._leaving = [member for member in known.values() if member.calls and member not in self._members]
+        for member in self._members:
+            member.near = bool(near) and member.id in near
+
+    def may_ask(self) -> frozenset[str]:
+        """Returns the ids of the members, and of those that have left and not answered all."""
+        return frozenset(m.id for m in self._members + self._leaving if m in self._members or m.calls)
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self._members)
 
     def calls(self) -> list[Call]:
         """Returns every call that was not answered."""
-        return [call for member in self._members for call in member.calls]
+        return [call for member in self._members + self._leaving for call in member.calls]
 
     def best(self, now: float) -> Member:
         """Returns whom to ask: the one with the fewest open calls that has not just failed."""
         # By chance among equals: consumers that all begin with the same prefetcher would queue there.
-        return min(self._members, key=lambda m: (m.suspect_until > now, len(m.calls), self._random.random()))
+        return min(
+            self._members, key=lambda m: (m.suspect_until > now, len(m.calls), not m.near, self._random.random())
+        )
 
     def idle(self, now: float, besides: Member) -> Member | None:
         """Returns another member that could begin a block at once, None without one.
@@ -98,6 +131,7 @@ class Pool:
 
     def add(self, call: Call, now: float) -> None:
         """Notes a call that is being sent."""
+        self._meter.opened(1, now)
         call.member.calls.append(call)
         self._mark_begun(call.member, now)
 
@@ -110,6 +144,7 @@ class Pool:
             answered: Whether its block is the one that was handed on: those tell what is usual.
             lost: Whether its process is gone. Then so are the calls behind it, which never began.
         """
+        self._meter.opened(-1, now)
         call.member.calls.remove(call)
         if answered and call.begun_at is not None:
             self._recent.append((now - call.begun_at, call.rows))
@@ -120,7 +155,9 @@ class Pool:
         """Whether a call has waited much longer than is usual, or stands behind calls that all have."""
         if call.begun_at is not None:
             return now - call.begun_at > self._patience_s(call.rows)
-        return all(self.is_late(ahead, now) for ahead in call.member.calls[:_AT_ONCE])
+        ahead = call.member.calls[:_AT_ONCE]
+        # One at the front that has not begun is about to be lost with its process, as those before it were.
+        return call not in ahead and all(self.is_late(other, now) for other in ahead)
 
     def _patience_s(self, rows: int) -> float:
         if not self._recent:
@@ -135,3 +172,8 @@ class Pool:
         for call in member.calls[:_AT_ONCE]:
             if call.begun_at is None:
                 call.begun_at = now
+
+
+def actor_id(actor: Any) -> str:
+    """Returns what names an actor in reports."""
+    return str(actor._actor_id.hex())

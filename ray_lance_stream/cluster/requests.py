@@ -19,6 +19,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 
 from ray_lance_stream.cluster.answers import cause_of
 from ray_lance_stream.cluster.cuts import rows_of
+from ray_lance_stream.cluster.meter import Meter
 from ray_lance_stream.cluster.pool import Call, Member, Pool
 from ray_lance_stream.errors import LanceStreamError
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -37,8 +38,8 @@ class Request:
 
     handle: PlanHandle
     ranges: Ranges
-    deadly: tuple[SkippedRow, ...] = ()  # rows of it that are known to kill who reads them
     answer: Future[Any] = field(default_factory=Future)
+    deadly: tuple[SkippedRow, ...] = ()  # rows of it that are known to kill who reads them
     calls: list[Call] = field(default_factory=list)
     copied: bool = False
     settled: bool = False
@@ -58,7 +59,8 @@ class Requests:
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
         self._lock = threading.Lock()  # futures complete on a thread of Ray's
-        self._pool = Pool()
+        self.meter = Meter(time.monotonic())
+        self._pool = Pool(self.meter)
         self._open: dict[Request, None] = {}  # not yet settled, oldest first: that is the one waited for
         self._deaths: dict[tuple[str, Ranges], set[Any]] = {}  # processes that died while they had the block to build
         self._rows_lost: dict[str, PlanHandle] = {}  # handles whose list of matching rows is gone
@@ -68,10 +70,20 @@ class Requests:
         self._warned_at = float("-inf")
         self.copies = 0  # requests that were sent a second time because they were late
 
-    def take_pool(self, actors: list[Any]) -> None:
-        """Takes over who is in the pool now."""
+    def take_pool(self, actors: list[Any], near: frozenset[str] = frozenset()) -> None:
+        """Takes over who is in the pool now, and who of them is preferred among equals."""
         with self._lock:
-            self._pool.replace(actors)
+            self._pool.replace(actors, near)
+
+    def may_ask(self) -> frozenset[str]:
+        """Returns the ids of the prefetchers that may be asked, or were and have not answered."""
+        with self._lock:
+            return self._pool.may_ask()
+
+    @property
+    def pool_size(self) -> int:
+        """The number of prefetchers that may be asked."""
+        return self._pool.size
 
     def send(self, request: Request) -> None:
         """Sends a request to the best prefetcher there is; its ``answer`` is the block, or what went wrong."""

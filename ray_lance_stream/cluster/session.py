@@ -32,6 +32,8 @@ from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
 NAMESPACE: Final = "ray_lance_stream"
+_COORDINATOR: Final = ".coordinator"  # ends of the actors' names
+_MANAGER: Final = ".manager"
 _POLL_S: Final = 0.5  # how soon a wait for other replicas notices that nobody wants its answer any more
 _MANY_CALLS: Final = 100_000  # concurrent calls an async actor takes: every rank may wait in one
 
@@ -108,12 +110,12 @@ def start_session(config: StreamConfig, recipe: Parcel) -> Session:
     remote: Any = ray.remote  # its hints take the async methods for plain functions
     coordinator = (
         remote(Coordinator)
-        .options(**options, name=f"{session_id}.coordinator")
+        .options(**options, name=f"{session_id}{_COORDINATOR}")
         .remote(session_id, recipe, config.identity.version, config.prefetch)
     )
     manager = (
         remote(StateManager)
-        .options(**options, name=f"{session_id}.manager")
+        .options(**options, name=f"{session_id}{_MANAGER}")
         .remote(session_id, config.prefetch.idle_timeout_s)
     )
     session = Session(session_id, coordinator, manager, config.prefetch, recipe)
@@ -123,29 +125,37 @@ def start_session(config: StreamConfig, recipe: Parcel) -> Session:
 
 def end_sessions(stream_id: str) -> None:
     """Ends every session of a stream on the cluster this process is connected to."""
-    for actor in _actors_of(stream_id, ""):
-        with contextlib.suppress(RayError):
-            ray.kill(actor, no_restart=True)
+    for kind in (_COORDINATOR, _MANAGER):
+        for actor in _actors_of(stream_id, kind).values():
+            with contextlib.suppress(RayError):
+                ray.kill(actor, no_restart=True)
 
 
 def progress_of(stream_id: str, timeout_s: float) -> list[RunProgress]:
     """Returns where every run of a stream stands; runs whose manager does not answer in time are left out."""
     progress = []
-    for manager in _actors_of(stream_id, ".manager"):
+    coordinators = _actors_of(stream_id, _COORDINATOR)
+    for session_id, manager in _actors_of(stream_id, _MANAGER).items():
+        sizes = [coordinators[session_id].sizes] if session_id in coordinators else []
+        asked, *more = [method.options(max_task_retries=0).remote() for method in (manager.where, *sizes)]
         with contextlib.suppress(RayError):
-            progress.append(ray.get(manager.where.options(max_task_retries=0).remote(), timeout=timeout_s))
+            found: RunProgress = ray.get(asked, timeout=timeout_s)
+            progress.append(found)
+            with contextlib.suppress(RayError):  # the run stands where it stands, whether that is known or not
+                progress[-1] = replace(found, prefetchers=next(iter(ray.get(more, timeout=timeout_s)), ()))
     return progress
 
 
-def _actors_of(stream_id: str, suffix: str) -> list[Any]:
+def _actors_of(stream_id: str, kind: str) -> dict[str, Any]:
+    """The living actors of a kind of every session of a stream, by session."""
     if not ray.is_initialized():
-        return []
-    found = []
+        return {}
+    found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
-        if entry["namespace"] == NAMESPACE and name.startswith(f"{stream_id}.") and name.endswith(suffix):
+        if entry["namespace"] == NAMESPACE and name.startswith(f"{stream_id}.") and name.endswith(kind):
             with contextlib.suppress(ValueError):  # it ended in between
-                found.append(ray.get_actor(name, namespace=NAMESPACE))
+                found[name.removesuffix(kind)] = ray.get_actor(name, namespace=NAMESPACE)
     return found
 
 
@@ -184,7 +194,9 @@ class RayLink:
         if not self.session.is_alive(config.prefetch.placement_timeout_s):
             raise StreamClosedError("the stream's actors have ended; open the stream again")
         self._partial = config.sifts and seat.replica.dp_size > 1
-        return RaySource(self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s)
+        source = RaySource(self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s)
+        source.keep_reporting(self._holder)
+        return source
 
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
         """See ``Link``; outside Ray Train there is no checkpoint of the run."""

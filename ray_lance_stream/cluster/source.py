@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from concurrent.futures import Future
@@ -13,6 +14,8 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelled
 
 from ray_lance_stream.cluster.answers import answer_of, cause_of
 from ray_lance_stream.cluster.examiner import Findings
+from ray_lance_stream.cluster.meter import Answer
+from ray_lance_stream.cluster.reports import PoolView, Report, keep_reporting
 from ray_lance_stream.cluster.requests import Request, Requests
 from ray_lance_stream.errors import LanceStreamError, StreamClosedError
 from ray_lance_stream.plan import PlanSpec
@@ -37,6 +40,7 @@ class RaySource:
 
     def __init__(self, coordinator: Any, incarnation: int, *, retry_window_s: float) -> None:
         self._coordinator = coordinator
+        self._incarnation = incarnation
         self._retry_window_s = retry_window_s
         self._lock = threading.Lock()  # futures complete on a thread of Ray's
         self._requests = Requests(incarnation)
@@ -46,6 +50,7 @@ class RaySource:
         self._found_at = float("-inf")  # when an examination last told what a block was lost of
         self._closed = threading.Event()
         self._refreshed_at = time.monotonic()
+        self._life = ""  # of the coordinator that was heard of last
         self._refresh()
 
     @property
@@ -61,7 +66,8 @@ class RaySource:
         """See ``BlockSource``."""
         self._refresh_now_and_then(time.monotonic())
         with self._lock:
-            request = self._new_request(self._plans.get(handle.spec.plan_id, handle), ranges)
+            handle = self._plans.get(handle.spec.plan_id, handle)
+            request = self._new_request(handle, ranges, Answer(self._requests.meter))
             parts = self._parts.get(request.key)
         if parts is not None:
             self._send_in_parts(request, parts)
@@ -92,6 +98,35 @@ class RaySource:
         self._closed.set()
         self._requests.close()
 
+    # ------------------------------------------------------------------ the pool
+
+    @property
+    def prefetchers(self) -> int:
+        """The number of prefetchers that may be asked, as last heard."""
+        return self._requests.pool_size
+
+    def keep_reporting(self, holder: str) -> None:
+        """Tells the coordinator now and then how busy the pool is, as the consumer of that name; see ``reports``."""
+        keep_reporting(self, self._coordinator, holder, self._closed)
+
+    def report(self, holder: str, node: str) -> Report:
+        """See ``reports.Reporting``."""
+        return Report(
+            holder=holder,
+            incarnation=self._incarnation,
+            node=node,
+            load=self._requests.meter.read(time.monotonic()),
+            may_ask=self._requests.may_ask(),
+            life=self._life,
+        )
+
+    def take_view(self, view: PoolView) -> None:
+        """See ``reports.Reporting``."""
+        self._life = view.life
+        if view.members:  # a coordinator that was restarted has none for a while; until then requests fail and wait
+            self._refreshed_at = math.inf  # from now on it is told, and need not ask
+            self._requests.take_pool(view.members, view.near)
+
     # ------------------------------------------------------------------ blocks that kill
 
     def _examine(self, request: Request) -> None:
@@ -101,10 +136,10 @@ class RaySource:
             lambda found: self._requests.later(functools.partial(self._use_findings, request, found))
         )
 
-    def _new_request(self, handle: PlanHandle, ranges: Ranges) -> Request:
+    def _new_request(self, handle: PlanHandle, ranges: Ranges, answer: Future[Any]) -> Request:
         """A request that says which of its rows must not be touched. Called under the lock."""
         known = self._deadly.get(handle.spec.plan_id, ())
-        return Request(handle, ranges, tuple(row for row in known if ranges.holds(row.split, row.position)))
+        return Request(handle, ranges, answer, tuple(row for row in known if ranges.holds(row.split, row.position)))
 
     def _use_findings(self, request: Request, found: Future[Findings]) -> None:
         error = found.exception()
@@ -129,7 +164,7 @@ class RaySource:
 
     def _send_in_parts(self, request: Request, parts: list[Ranges]) -> None:
         with self._lock:
-            pieces = [self._new_request(request.handle, part) for part in parts]
+            pieces = [self._new_request(request.handle, part, Future()) for part in parts]
         answers = [piece.answer for piece in pieces]
 
         def join(_: Future[Any]) -> None:

@@ -1,0 +1,79 @@
+"""Where prefetchers are on a cluster of several nodes, and nodes that come and go while the pool grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+from conftest import Tables
+from consumers import Consumer, Slow, pool, train
+from nodes import Nodes
+from runs import opened, reference, wait_until
+
+from ray_lance_stream import PrefetchConfig
+
+pytestmark = pytest.mark.cluster
+ROWS = 4000
+
+
+class _Where:
+    """Says of every row on which node it was decoded."""
+
+    def __call__(self, batch: pa.RecordBatch) -> dict[str, Any]:
+        return {"id": batch["id"], "node": [ray.get_runtime_context().get_node_id()] * len(batch)}
+
+
+def test_with_loader_nodes_trainers_neither_read_nor_decode(nodes: Nodes, tables: Tables) -> None:
+    loaders = {nodes.add_loader().node_id for _ in range(2)}
+    trainer = nodes.add_trainer()
+    prefetch = PrefetchConfig(num_actors=(2, 4), block_bytes=400, max_buffer_bytes=4000, placement_timeout_s=120)
+    stream = tables.stream(400, transform=_Where(), prefetch=prefetch)
+    task: Any = ray.remote(train)  # its hints take the arguments for references
+    where, decoded_on, ids, loaded = ray.get(task.options(num_gpus=1).remote(stream), timeout=200)
+    assert where == trainer.node_id
+    assert decoded_on and decoded_on <= loaders
+    assert loaded == set()
+    assert ids == list(reference(tables.stream(400), 1).values())
+
+
+@pytest.mark.fault
+def test_nodes_that_come_take_those_that_wait_and_may_be_lost_again(nodes: Nodes, tables: Tables) -> None:
+    first = nodes.add_loader()
+    # A CPU for each: one on every loader node.
+    prefetch = PrefetchConfig(
+        num_actors=(1, 2),
+        num_cpus=1,
+        block_bytes=400,
+        max_buffer_bytes=8000,
+        placement_timeout_s=120,
+        shrink_after_s=3,
+    )
+    stream = tables.stream(ROWS, transform=Slow(), prefetch=prefetch)
+
+    def size(shard: Any) -> tuple[int, int]:
+        last = ray.get(shard.link.session.coordinator.sizes.remote())[-1]
+        return last.running, last.wanted
+
+    with opened(stream) as shard:
+        consumer = Consumer(shard)
+        consumer.read_until(lambda: size(shard) == (1, 2), "one waits for a node")
+        steps = len(consumer.seen)
+        consumer.read_until(lambda: len(consumer.seen) > steps + 50, "the stream goes on meanwhile")
+        assert size(shard) == (1, 2)
+        second = nodes.add_loader()
+        consumer.read_until(
+            lambda: {node for node, _ in pool(shard)} == {first.node_id, second.node_id}, "one on each node"
+        )
+        nodes.lose(second)
+        consumer.read_until(lambda: size(shard) == (1, 2), "it waits for a node again")
+        # Slower: one is enough.
+        consumer.read_until(lambda: size(shard) == (1, 1), "it is given up", pause_s=0.5)
+        third = nodes.add_loader()
+        consumer.read_until(
+            lambda: {node for node, _ in pool(shard)} == {first.node_id, third.node_id}, "a new one on a new node"
+        )
+        consumer.check(tables.stream(ROWS))
+    resources: Any = ray.available_resources  # untyped
+    wait_until(lambda: resources().get("CPU") == 2, 30, "nothing runs on the loader nodes, and nothing waits for them")
