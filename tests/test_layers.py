@@ -63,6 +63,7 @@ ORDER = (
     "reader",
     "survivors",
     "checkpoint",
+    "resuming",
     "gathering",
     "position",
     "agreement",
