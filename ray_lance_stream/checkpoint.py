@@ -55,8 +55,8 @@ class Saved:
         stamp: (incarnation, progress): of the files in a directory that was used before, only those with the
             largest stamp count.
         run: Name of the run that wrote it; None if it is not known.
-        parts: By stream whose replicas have states of their own, because rows may be skipped: the replica whose
-            state this is. Only a rank's own file has any.
+        parts: By stream whose replicas consume their splits unevenly, because rows may be skipped: the replica
+            for whose splits this state is exact. Only a rank's own file has any.
     """
 
     streams: Streams
@@ -144,8 +144,8 @@ def _merged(directory: str, ranks: list[Saved]) -> Saved:
         if missing:
             raise StateError(
                 explain(
-                    f"the state of stream {name!r} in {directory} is not complete: its replicas may skip rows, and "
-                    "some of their states are not there",
+                    f"the state of stream {name!r} in {directory} is not complete: its replicas consume their splits "
+                    "unevenly, and some of their states are not there",
                     found=f"none of the replicas {sorted(missing)}",
                     expected="a file of every replica, as they were written",
                     remedy=_EARLIER,

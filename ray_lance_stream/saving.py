@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -33,7 +34,8 @@ def save_state(directory: str | Path) -> None:
     """Writes the state of this run's streams into a checkpoint directory, before it is reported.
 
     For loops whose own callbacks call ``ray.train.report``; others use :func:`report`. Call it at the end of
-    a step on every rank that passes a checkpoint. The file is the same on all of them.
+    a step on every rank that passes a checkpoint. The file is the same on all of them, but for streams that each
+    rank reads whole (``datasets_to_split``): of those it holds the place of the rank that calls.
 
     Args:
         directory: The local directory the checkpoint is made of.
@@ -97,29 +99,50 @@ class _Gathered:
 def _gather(*, barrier: bool) -> _Gathered:
     """Returns the states of all streams of the run, those never opened included."""
     counts = _counts()
-    streams = _carried_over()
+    number = counts.reports if barrier else None
+    # A closed shard counts, too: its last state belongs to the run.
+    standings = {name: _standing(shard) for name, shard in sorted(open_shards.items())}
+    streams = _carried_over() | {name: standing.state for name, standing in standings.items()}
+    shared = [links[name] for name in sorted(links) if links[name].seat.shared]
+    _note_whole(shared, number, {n: s.state for n, s in standings.items() if n in links and not links[n].seat.shared})
     parts: dict[str, Replica] = {}
     alone: int | None = None
-    for name in sorted({*links, *open_shards}):
-        # A closed shard counts, too: its last state belongs to the run.
-        shard, link = open_shards.get(name), links.get(name)
-        standing = None if shard is None else _standing(shard)
-        merged = None if standing is None else standing.state
-        if link is not None:
-            try:
-                merged = _ask(link, standing, counts.reports if barrier else None)
-            except RayActorError as error:
-                logger.warning("the state manager is gone (%s); this rank saves its own state", type(error).__name__)
-                alone = link.seat.world_rank
-                if standing is not None and standing.partial:
-                    parts[name] = link.seat.replica
+    for link in shared:
+        name, standing = link.seat.name, standings.get(link.seat.name)
+        try:
+            merged = _ask(link, standing, number)
+        except RayActorError as error:
+            logger.warning("the state manager is gone (%s); this rank saves its own state", type(error).__name__)
+            alone = link.seat.world_rank
+            if standing is not None and standing.partial:
+                parts[name] = link.seat.replica
+            continue
         if merged is not None:
             streams[name] = merged
-    progress = _progress() + counts.reports
+    streams |= _whole(shared, number)
+    stamp = (
+        max((link.seat.incarnation for link in links.values()), default=counts.started),
+        _progress() + counts.reports,
+    )
     counts.reports += barrier
-    incarnation = max((link.seat.incarnation for link in links.values()), default=counts.started)
     run = run_name() if _in_train_worker() else None
-    return _Gathered(Saved(streams=streams, stamp=(incarnation, progress), run=run, parts=parts), alone)
+    return _Gathered(Saved(streams=streams, stamp=stamp, run=run, parts=parts), alone)
+
+
+def _note_whole(shared: list[TrainLink], number: int | None, states: Streams) -> None:
+    """Before a report, tells the others the states of streams that each rank reads whole, and need not have opened."""
+    if number is not None and shared and states:
+        with contextlib.suppress(RayActorError):  # then there is no answer either
+            answer_of(shared[0].session.manager.note_whole.remote(shared[0].seat, number, states))
+
+
+def _whole(shared: list[TrainLink], number: int | None) -> Streams:
+    """After a report, returns those states, the same on each rank."""
+    states: Streams = {}
+    if number is not None and shared:
+        with contextlib.suppress(RayActorError):
+            states = answer_of(shared[0].session.manager.whole.remote(shared[0].seat, number))
+    return states
 
 
 def _progress() -> int:
@@ -156,10 +179,8 @@ def _ask(link: TrainLink, standing: Standing | None, report: int | None) -> Stre
     state: StreamState | None = None
     if report is not None:
         state = answer_of(manager.commit.remote(link.seat, report, standing))
-    elif standing is not None and link.seat.shared:
-        state = answer_of(manager.collect.remote(link.seat, standing, _COLLECT_TIMEOUT_S))
     elif standing is not None:
-        state = standing.state
+        state = answer_of(manager.collect.remote(link.seat, standing, _COLLECT_TIMEOUT_S))
     return state
 
 

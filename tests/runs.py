@@ -29,9 +29,27 @@ def fit(
     max_failures: int = 0,
     dataset_config: Any = None,
     scaling: dict[str, Any] | None = None,
+    bucket: tuple[Any, str] | None = None,
+    keep: int | None = 2,
+    validation: Any = None,
     **config: Any,
 ) -> ray.train.Result:
-    """Fits a loop that needs no process group; ``config["log"]`` is where it logs."""
+    """Fits a loop that needs no process group; ``config["log"]`` is where it logs.
+
+    Args:
+        loop: The training loop.
+        datasets: By name.
+        workers: How many, or from how many to how many.
+        storage: Where the loop logs, and where the run is stored unless there is a bucket.
+        name: The run's name.
+        max_failures: How often the worker group may start again; -1 for any number of times.
+        dataset_config: Instead of the plain ``StreamDataConfig``.
+        scaling: More for ``ScalingConfig``.
+        bucket: A file system, and the path on it where the run is stored.
+        keep: How many checkpoints are kept.
+        validation: A ``ValidationConfig``.
+        **config: What the loop is called with.
+    """
     (storage / "log").mkdir(parents=True, exist_ok=True)
     trainer = DataParallelTrainer(
         loop,
@@ -41,10 +59,12 @@ def fit(
         scaling_config=ScalingConfig(**({"num_workers": workers} | (scaling or {}))),  # its hints know no range
         run_config=RunConfig(
             name=name,
-            storage_path=str(storage / "runs"),
+            storage_path=str(storage / "runs") if bucket is None else bucket[1],
+            storage_filesystem=None if bucket is None else bucket[0],
             failure_config=FailureConfig(max_failures=max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            checkpoint_config=CheckpointConfig(num_to_keep=keep),
         ),
+        validation_config=validation,
     )
     return trainer.fit()
 

@@ -85,6 +85,7 @@ ORDER = (
     "cluster.cuts",
     "cluster.examiner",
     "cluster.coordinator",
+    "cluster.notes",
     "cluster.manager",
     "cluster.pool",
     "cluster.requests",

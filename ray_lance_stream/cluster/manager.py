@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_lance_stream.cluster.leases import Leases
-from ray_lance_stream.errors import LanceStreamError, LockstepError, StaleIncarnationError
+from ray_lance_stream.cluster.notes import Notes
+from ray_lance_stream.errors import LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
 from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Seat
@@ -43,7 +44,6 @@ class _Round:
     """The n-th report of every worker of one incarnation."""
 
     world_size: int
-    shared: bool = True
     arrived: dict[int, Standing | None] = field(default_factory=dict)  # None: has not opened the stream
     done: asyncio.Event = field(default_factory=asyncio.Event)
     merged: StreamState | None = None
@@ -51,10 +51,11 @@ class _Round:
     replaced: bool = False
 
 
-class StateManager:
+class StateManager(Notes):
     """One per run and stream. An async actor; restoring a run never depends on what it remembers."""
 
     def __init__(self, session_id: str, idle_timeout_s: float) -> None:
+        super().__init__()
         self._session_id = session_id
         self._leases = Leases(idle_timeout_s)
         self._incarnation = 0
@@ -63,7 +64,6 @@ class StateManager:
         self._rounds: dict[int, _Round] = {}
         self._changed = asyncio.Condition()
         self._servable: dict[tuple[int, int], dict[int, int]] = {}
-        self._refusal: LanceStreamError | None = None
 
     def __repr__(self) -> str:
         return f"StateManager({self._session_id})"
@@ -91,14 +91,6 @@ class StateManager:
         if self._admit(seat.incarnation):
             await self._note(seat, standing)
 
-    async def refuse(self, refusal: LanceStreamError) -> None:
-        """Notes that the run's checkpoint cannot be resumed from, so that starting once more is of no use."""
-        self._refusal = refusal
-
-    async def refusal(self) -> LanceStreamError | None:
-        """Returns what :meth:`refuse` was told last."""
-        return self._refusal
-
     async def where(self) -> RunProgress:
         """Returns where the run stands."""
         ranks = {rank: history[-1].at for rank, history in sorted(self._history.items())}
@@ -111,9 +103,6 @@ class StateManager:
 
         A worker that never comes does not hold up the others for long: any worker's state at the end of a step
         is complete. One that comes late is compared with those that have gone.
-
-        Of a stream that every worker reads whole, and need not have opened, the state is that of the lowest rank
-        that has: the same in every worker's checkpoint, and the same every time.
 
         Args:
             seat: Who reports.
@@ -130,8 +119,8 @@ class StateManager:
         self._require(seat)
         if standing is not None:
             await self._note(seat, standing)
-        current = self._rounds.setdefault(number, _Round(seat.world_size, seat.shared))
-        if current.shared and current.done.is_set() and current.error is None and standing is not None:
+        current = self._rounds.setdefault(number, _Round(seat.world_size))
+        if current.done.is_set() and current.error is None and standing is not None:
             self._compare_late(current, seat, standing)
         current.arrived[seat.world_rank] = standing
         if len(current.arrived) == current.world_size:
@@ -247,9 +236,7 @@ class StateManager:
             return
         standings = {rank: standing for rank, standing in sorted(current.arrived.items()) if standing is not None}
         places = {standing.at for standing in standings.values()}
-        if not current.shared:
-            current.merged = next((standing.state for standing in standings.values()), None)
-        elif len(places) > 1:
+        if len(places) > 1:
             current.error = _apart(standings)
         elif places:
             announced = {rank: s for rank, s in self._at(places.pop()).items() if rank not in current.arrived}
