@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray.train
+from ray.exceptions import RayError
 from ray.train import Checkpoint
 
 from ray_lance_stream.checkpoint import FILE_NAME, Saved, Streams, read_saved
@@ -44,34 +46,16 @@ class TrainLink(RayLink):
         so that it ends with this error instead of starting again as often as it may.
         """
         try:
-            return self._restored_state(config, seat)
+            return saved_state(config, seat.name)
         except (StateError, MissingStateError) as error:
             checkpoint = started_from()
             if checkpoint is None:
                 raise
             filesystem: Any = checkpoint.filesystem
-            refusal = with_way_back(error, filesystem, checkpoint.path, lambda states: _fits(config, seat.name, states))
-            answer_of(self.session.manager.refuse.remote(refusal))
+            refusal = with_way_back(error, filesystem, checkpoint.path, lambda states: fits(config, seat.name, states))
+            with contextlib.suppress(RayError):  # the next start of the workers finds the same
+                answer_of(self.session.manager.refuse.remote(refusal))
             raise refusal from error
-
-    def _restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
-        saved, where = start_checkpoint()
-        if where is None:
-            return None
-        if saved is not None and seat.name not in saved.streams:
-            _check_not_renamed(config, seat.name, saved.streams, where)
-            _check_not_foreign(config, seat.name, saved, where)
-            logger.warning(
-                "%s holds no state of stream %r (of others: %s): it was not begun, and begins now",
-                where,
-                seat.name,
-                sorted(saved.streams),
-            )
-            return None
-        state = config.state_for(seat.name, None if saved is None else saved.streams, where)
-        if state is not None:
-            _check_fits(config, seat.name, state, where)
-        return state
 
     def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
@@ -87,6 +71,30 @@ class TrainLink(RayLink):
         from ray.train.torch import get_device
 
         return get_device()
+
+
+def saved_state(config: StreamConfig, name: str) -> StreamState | None:
+    """Returns a stream's state in the checkpoint this worker started from; None without one, or if it begins anew.
+
+    Raises:
+        StateError: It is damaged, or belongs to other data.
+        MissingStateError: There is none, or it is another run's.
+    """
+    saved, where = start_checkpoint()
+    if where is None:
+        return None
+    if saved is not None and name not in saved.streams:
+        _check_not_renamed(config, name, saved.streams, where)
+        _check_not_foreign(config, name, saved, where)
+        logger.warning(
+            "%s holds no state of stream %r (of others: %s): it was not begun, and begins now",
+            *(where, name, sorted(saved.streams)),
+        )
+        return None
+    state = config.state_for(name, None if saved is None else saved.streams, where)
+    if state is not None:
+        _check_fits(config, name, state, where)
+    return state
 
 
 def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: str) -> None:
@@ -130,7 +138,8 @@ def _check_fits(config: StreamConfig, name: str, state: StreamState, where: str)
         raise StateError(f"{where}/{FILE_NAME}, stream {name!r}: {error}") from error
 
 
-def _fits(config: StreamConfig, name: str, states: Streams) -> bool:
+def fits(config: StreamConfig, name: str, states: Streams) -> bool:
+    """Whether a stream can go on from a checkpoint's states."""
     try:
         return name in states and Position.resume(config, states[name]) is not None
     except StateError:

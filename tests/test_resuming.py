@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,9 +15,12 @@ from checkpoints import saved, state_at
 from conftest import Tables
 from moto.server import ThreadedMotoServer
 
-from ray_lance_stream import MissingStateError, StateError, StateMismatchError
+from ray_lance_stream import MissingStateError, StateError, StateMismatchError, trainlink
 from ray_lance_stream.checkpoint import FILE_NAME, Saved, Streams, write_saved
+from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.resuming import intact_beside, with_way_back
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.testing import global_batches
 from ray_lance_stream.topology import Replica
 
 LOCAL = pafs.LocalFileSystem()
@@ -206,3 +210,73 @@ def test_checkpoints_of_an_object_store(tables: Tables, tmp_path: Path, bucket: 
     names = bucket.get_file_info(pafs.FileSelector("bucket-of-runs/run/checkpoint_2"))
     assert [info.base_name for info in names] == [FILE_NAME], "written in one piece, and no leftover"
     assert intact_beside(bucket, "bucket-of-runs/run/checkpoint_1", any_states) is not None
+
+
+# --- the run's own checkpoint, as a worker finds it --------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes this process one of a worker of the run "run" that started from a checkpoint."""
+    from ray.train import Checkpoint
+
+    def start(checkpoint: Path) -> None:
+        monkeypatch.setattr(trainlink, "_start", [Checkpoint.from_directory(checkpoint)])
+        monkeypatch.setattr(trainlink, "_found", None)
+        monkeypatch.setattr(trainlink, "run_name", lambda: "run")
+
+    return start
+
+
+def own_state(tables: Tables, step: int, **options: Any) -> StreamState:
+    return StreamState.from_dict(global_batches(tables.stream(**options))[step - 1].state)
+
+
+def test_the_state_of_the_run_is_taken(tables: Tables, tmp_path: Path, started: Callable[[Path], None]) -> None:
+    state = own_state(tables, 2)
+    started(saved(tmp_path / "checkpoint", {"train": state, "validation": own_state(tables, 1, shuffle=False)}))
+    assert trainlink.saved_state(tables.stream().config, "train") == state
+    assert trainlink.saved_state(tables.stream(20, num_splits=2).config, "added later") is None
+
+
+def test_a_file_of_other_data_is_refused_with_its_place(
+    tables: Tables, tmp_path: Path, started: Callable[[Path], None]
+) -> None:
+    checkpoint = saved(tmp_path / "checkpoint", {"train": own_state(tables, 2, filter="id > 3")})
+    started(checkpoint)
+    with pytest.raises(StateMismatchError, match="filter differs") as error:
+        trainlink.saved_state(tables.stream().config, "train")
+    assert error.value.field == "filter" and f"{checkpoint}/{FILE_NAME}, stream 'train'" in str(error.value)
+    within = dataclasses.replace(state_at(), samples=SplitCounts.of([6, 6, 5, 5]))
+    started(
+        saved(tmp_path / "other", {"train": dataclasses.replace(within, provenance=own_state(tables, 2).provenance)})
+    )
+    with pytest.raises(StateError, match=r"other/lance_stream.json, stream 'train': .*end of a cycle"):
+        trainlink.saved_state(tables.stream().config, "train")
+
+
+def test_a_file_of_another_run_without_the_stream_is_refused(
+    tables: Tables, tmp_path: Path, started: Callable[[Path], None]
+) -> None:
+    """Of this run it would mean that the stream had not been begun."""
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    streams = {"text": own_state(tables, 2, shuffle=False)}
+    for run in ("run", None):
+        write_saved(LOCAL, str(checkpoint), Saved(streams=streams, run=run))
+        started(checkpoint)
+        assert trainlink.saved_state(tables.stream().config, "train") is None
+    write_saved(LOCAL, str(checkpoint), Saved(streams=streams, run="another"))
+    started(checkpoint)
+    with pytest.raises(MissingStateError, match=r"'text'.*of the run 'another'.*by the run 'run'"):
+        trainlink.saved_state(tables.stream().config, "train")
+    assert trainlink.saved_state(tables.stream(on_missing_state="restart").config, "train") is None
+
+
+def test_what_fits_the_stream_counts_as_intact(tables: Tables, tmp_path: Path) -> None:
+    config = tables.stream().config
+    states = [own_state(tables, 1), own_state(tables, 2, filter="id > 3"), own_state(tables, 3)]
+    paths = [saved(tmp_path / f"checkpoint_{n}", state, stamp=(1, n)) for n, state in enumerate(states)]
+    found = intact_beside(LOCAL, str(paths[2]), lambda streams: trainlink.fits(config, "train", streams))
+    assert found == ("checkpoint beside it", str(paths[0]))
+    assert intact_beside(LOCAL, str(paths[2]), lambda streams: trainlink.fits(config, "other", streams)) is None
