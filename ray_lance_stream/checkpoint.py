@@ -55,8 +55,9 @@ class Saved:
         stamp: (incarnation, progress): of the files in a directory that was used before, only those with the
             largest stamp count.
         run: Name of the run that wrote it; None if it is not known.
-        parts: By stream whose replicas consume their splits unevenly, because rows may be skipped: the replica
-            for whose splits this state is exact. Only a rank's own file has any.
+        parts: Only in a rank's own file, of streams in which the ranks' states may differ: the replica for whose
+            splits this one is exact. Replicas consume their splits unevenly where rows may be skipped; one that
+            is the only replica reads the whole stream by itself.
     """
 
     streams: Streams
@@ -139,6 +140,10 @@ def _merged(directory: str, ranks: list[Saved]) -> Saved:
     """Puts together what the ranks wrote by themselves at one step."""
     streams: Streams = {}
     for name in sorted({name for saved in ranks for name in saved.streams}):
+        by_itself = [saved.streams[name] for saved in ranks if saved.parts.get(name) == Replica()]
+        if by_itself:
+            streams[name] = by_itself[0]  # of the lowest rank, as where there is a state manager
+            continue
         parts = {saved.parts[name] for saved in ranks if name in saved.parts}
         missing = set(range(max((part.dp_size for part in parts), default=0))) - {part.dp_rank for part in parts}
         if missing:

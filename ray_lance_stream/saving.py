@@ -77,12 +77,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, *ar
     gathered = _gather(barrier=True)
     if checkpoint is not None:
         _write(checkpoint.filesystem, checkpoint.path, gathered)
-    elif gathered.saved.parts:
+    elif lost := sorted(name for name, replica in gathered.saved.parts.items() if replica.dp_size > 1):
         raise LockstepError(
             explain(
                 "the state of this rank would be lost, and with it the checkpoint's",
-                found=f"no checkpoint on rank {gathered.alone}, and no state manager to bring the ranks' states "
-                f"together, which differ for streams that may skip rows: {sorted(gathered.saved.parts)}",
+                found=f"no checkpoint on rank {gathered.alone}, and no state manager to bring together the ranks' "
+                f"states of {lost}, which differ",
                 expected="a checkpoint from every rank, or a state manager",
                 remedy="resume from the last checkpoint",
             )
@@ -104,7 +104,8 @@ def _gather(*, barrier: bool) -> _Gathered:
     standings = {name: _standing(shard) for name, shard in sorted(open_shards.items())}
     streams = _carried_over() | {name: standing.state for name, standing in standings.items()}
     shared = [links[name] for name in sorted(links) if links[name].seat.shared]
-    _note_whole(shared, number, {n: s.state for n, s in standings.items() if n in links and not links[n].seat.shared})
+    whole = {name: streams[name] for name in standings if name in links and not links[name].seat.shared}
+    _note_whole(shared, number, whole)
     parts: dict[str, Replica] = {}
     alone: int | None = None
     for link in shared:
@@ -120,6 +121,8 @@ def _gather(*, barrier: bool) -> _Gathered:
         if merged is not None:
             streams[name] = merged
     streams |= _whole(shared, number)
+    if alone is not None:
+        parts |= dict.fromkeys(whole, Replica())
     stamp = (
         max((link.seat.incarnation for link in links.values()), default=counts.started),
         _progress() + counts.reports,

@@ -32,7 +32,9 @@ class StreamDataConfig(DataConfig):
     Args:
         ranks_per_replica: How many consecutive ranks make one replica and see the same batches, for tensor
             or pipeline parallelism; or a function (rank, world_size) -> (dp_rank, dp_size).
-        datasets_to_split: As for ``DataConfig``: streams not named here are read whole by every worker.
+        datasets_to_split: As for ``DataConfig``: streams not named here are read whole by every worker. Workers
+            need not stand at the same place in such a stream, nor open it; a checkpoint holds the state of the
+            lowest rank that has opened it.
         **kwargs: Passed on to ``DataConfig``.
 
     Example:

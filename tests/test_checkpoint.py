@@ -233,6 +233,15 @@ def test_states_of_replicas_that_may_skip_rows_are_complete_or_refused(place: tu
     assert found.streams == {"train": drifted([5, 5, 5], [9, 6, 7]), "whole": state_at(1)}
 
 
+def test_of_streams_that_every_rank_reads_whole_the_lowest_rank_counts(place: tuple[pafs.FileSystem, str]) -> None:
+    filesystem, directory = place
+    write_saved(filesystem, directory, Saved(streams={"probe": state_at(1), "train": state_at(9)}), 0)  # carried over
+    for rank, cycle in ((1, 5), (2, 7)):
+        streams = {"probe": state_at(cycle), "train": state_at(9)}
+        write_saved(filesystem, directory, Saved(streams=streams, parts={"probe": Replica()}), rank)
+    assert read_streams(filesystem, directory) == {"probe": state_at(5), "train": state_at(9)}
+
+
 # --- files that are not ours -------------------------------------------------------------------------
 
 

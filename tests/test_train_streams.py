@@ -27,6 +27,7 @@ def streams_of(tables: Tables, **options: Any) -> dict[str, LanceStream]:
     }
 
 
+@pytest.mark.timeout(600)
 def test_each_stream_of_a_run_goes_on_where_it_was(tables: Tables, tmp_path: Path) -> None:
     """Validation is split over the ranks; each of them reads the probe whole, and rank 0 alone opens it at first."""
     streams = streams_of(tables)
