@@ -76,7 +76,9 @@ def with_way_back(error: E, filesystem: pafs.FileSystem, path: str, fits: Callab
         path: The checkpoint's directory, or one of our files in it.
         fits: Whether the states of a checkpoint would do.
     """
-    found = intact_beside(filesystem, path, fits)
+    found = None
+    with suppress(OSError):  # the storage may refuse to be listed; what is wrong matters more than where to go on
+        found = intact_beside(filesystem, path, fits)
     if found is not None:
         which, place = found
         hint = (
