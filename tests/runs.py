@@ -93,13 +93,18 @@ def delivered(entries: list[dict[str, Any]]) -> Batches:
     return found
 
 
-def reference(stream: LanceStream, epochs: int) -> Batches:
-    """What one uninterrupted reader in this process gets."""
+def opened_here(stream: LanceStream, name: str = "train") -> Any:
+    """Opens a stream in this process, whether or not Ray runs: without actors."""
     from ray_lance_stream.local import LocalLink
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.topology import Seat
 
-    with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
+    return StreamShard(stream.config, Seat(name=name), LocalLink(stream.recipe))
+
+
+def reference(stream: LanceStream, epochs: int) -> Batches:
+    """What one uninterrupted reader in this process gets."""
+    with opened_here(stream) as shard:
         return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
 
 

@@ -16,7 +16,7 @@ from conftest import Tables
 from loops import loop
 from moto.server import ThreadedMotoServer
 from ray.train import Checkpoint, ValidationConfig
-from runs import delivered, fit, named_actors, read_log, reference
+from runs import delivered, fit, named_actors, opened_here, read_log, reference
 from saveloops import WAYS, cycles_of, save_in_every_way
 
 from ray_lance_stream import PrefetchConfig
@@ -85,7 +85,7 @@ def test_every_way_of_saving_leads_to_the_next_row(
         assert saved is not None and saved.run == "run" and list(saved.streams) == ["train"], way
         assert saved.streams["train"].completed_cycles == 2 * step, way
         checkpoint: Any = Checkpoint(path, filesystem=filesystem)
-        with tables.stream(8 * (steps + 3), resume_from=checkpoint).open() as shard:
+        with opened_here(tables.stream(8 * (steps + 3), resume_from=checkpoint)) as shard:
             assert next(iter(shard))["id"].tolist() == want[0, step + 1], way
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Tables
-from runs import delivered, fit, read_log, reference
+from runs import delivered, fit, opened_here, read_log, reference
 from saveloops import train_and_validate
 
 from ray_lance_stream import LanceStream, PrefetchConfig, StreamDataConfig
@@ -62,11 +62,11 @@ def test_each_stream_of_a_run_goes_on_where_it_was(tables: Tables, tmp_path: Pat
     places = {name: (state.epoch, state.completed_cycles) for name, state in states.items()}
     assert places == {"train": (2, 0), "validation": (2, 4), "probe": (1, 4)}
     resumed = streams_of(tables, resume_from=result.checkpoint.path)
-    with resumed["train"].open() as shard:
+    with opened_here(resumed["train"]) as shard:
         assert [b["id"].tolist() for b in shard.iter_batches()] == [
             ids for at, ids in reference(streams["train"], 3).items() if at[0] == 2
         ]
-    with resumed["validation"].open(name="validation") as shard:
+    with opened_here(resumed["validation"], "validation") as shard:
         assert [b["id"].tolist() for b in shard.iter_batches()] == [
             ids for at, ids in reference(streams["validation"], 3).items() if at > (2, 2)
         ]
