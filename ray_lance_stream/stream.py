@@ -14,11 +14,12 @@ import pyarrow as pa
 from ray import cloudpickle
 
 from ray_lance_stream.agreement import agreement_of
-from ray_lance_stream.checkpoint import Streams, resume_states
+from ray_lance_stream.checkpoint import Streams
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.plan import SplitLayout, require_int
 from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.resuming import resume_states
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
 from ray_lance_stream.stats import RunProgress

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import ray
 import ray.train
+from ray.exceptions import GetTimeoutError, RayError
 from ray.train import DataConfig
 
 from ray_lance_stream.cluster.parcel import Parcel
@@ -31,7 +32,9 @@ class StreamDataConfig(DataConfig):
     Args:
         ranks_per_replica: How many consecutive ranks make one replica and see the same batches, for tensor
             or pipeline parallelism; or a function (rank, world_size) -> (dp_rank, dp_size).
-        datasets_to_split: As for ``DataConfig``: streams not named here are read whole by every worker.
+        datasets_to_split: As for ``DataConfig``: streams not named here are read whole by every worker. Workers
+            need not stand at the same place in such a stream, nor open it; a checkpoint holds the state of the
+            lowest rank that has opened it.
         **kwargs: Passed on to ``DataConfig``.
 
     Example:
@@ -156,7 +159,8 @@ class RunStream:
             )
             for rank, replica in enumerate(replicas)
         ]
-        return [StreamShard(self.config, seat, TrainLink(self.session, seat)) for seat in seats]
+        resume = self.config.resume_states
+        return [StreamShard(self.config, seat, TrainLink(self.session, seat, resume)) for seat in seats]
 
     def set_name(self, name: str) -> None:
         """As ``ray.data.Dataset.set_name``."""
@@ -190,6 +194,10 @@ def run_stream(config: StreamConfig, recipe: bytes, previous: RunStream | None) 
         config: The stream.
         recipe: A pickled ``block.BlockRecipe``.
         previous: What an earlier call of this process returned.
+
+    Raises:
+        LanceStreamError: The run's checkpoint cannot be resumed from, as a worker has found. Raised here, in the
+            controller, it ends the run, however many failures of workers the run may have.
     """
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         from ray_lance_stream.local import LocalLink  # local mode only: it loads Lance
@@ -197,6 +205,16 @@ def run_stream(config: StreamConfig, recipe: bytes, previous: RunStream | None) 
         return StreamShard(config, Seat(), LocalLink(Parcel.of(recipe).unpack(), in_run=True))
     if previous is not None:
         if previous.session.is_alive(_ALIVE_TIMEOUT_S):
+            _raise_refusal(previous.session)
             return previous
         previous.session.kill()  # whatever is left of it must not stand in the way of the new one
     return RunStream(config, start_session(config, Parcel.of(recipe)))
+
+
+def _raise_refusal(session: Session) -> None:
+    try:
+        refusal = ray.get(session.manager.refusal.options(max_task_retries=0).remote(), timeout=_ALIVE_TIMEOUT_S)
+    except (GetTimeoutError, RayError):
+        return  # one that has just been restarted, or is slow: the next start of the workers finds the same
+    if refusal is not None:
+        raise refusal

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import ray.train
+from ray.exceptions import RayError
 from ray.train import Checkpoint
 
-from ray_lance_stream.checkpoint import Streams, read_streams
+from ray_lance_stream.checkpoint import FILE_NAME, Saved, Streams, read_saved
+from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.session import RayLink, Session
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import MissingStateError, explain
+from ray_lance_stream.errors import MissingStateError, StateError, StateMismatchError, explain
 from ray_lance_stream.link import open_shards
 from ray_lance_stream.plan import OrderSpec
+from ray_lance_stream.position import Position
+from ray_lance_stream.resuming import with_way_back
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
 
@@ -25,28 +31,31 @@ logger = logging.getLogger("ray_lance_stream")
 class TrainLink(RayLink):
     """Connects a training worker's shard to its run; see ``link.Link``."""
 
-    def __init__(self, session: Session, seat: Seat) -> None:
+    def __init__(self, session: Session, seat: Seat, resume_states: Mapping[str, StreamState] | None = None) -> None:
         super().__init__(session, owned=False)
         self.seat = seat
+        self.resume_states = resume_states
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._without_recipe(), self.seat)
+        return _arrive, (self._without_recipe(), self.seat, self.resume_states)
 
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
-        """See ``Link``: the run's own checkpoint, as it was when this worker started."""
-        states, where = start_checkpoint()
-        if where is None:
-            return None
-        if states is not None and seat.name not in states:
-            _check_not_renamed(config, seat.name, states, where)
-            logger.warning(
-                "%s holds no state of stream %r (of others: %s): it was not begun, and begins now",
-                where,
-                seat.name,
-                sorted(states),
-            )
-            return None
-        return config.state_for(seat.name, states, where)
+        """See ``Link``: the run's own checkpoint, as it was when this worker started.
+
+        A checkpoint that cannot be used is one now and after every restart of the worker group: the run is told,
+        so that it ends with this error instead of starting again as often as it may.
+        """
+        try:
+            return saved_state(config, seat.name)
+        except (StateError, MissingStateError) as error:
+            checkpoint = started_from()
+            if checkpoint is None:
+                raise
+            filesystem: Any = checkpoint.filesystem
+            refusal = with_way_back(error, filesystem, checkpoint.path, lambda states: fits(config, seat.name, states))
+            with contextlib.suppress(RayError):  # the next start of the workers finds the same
+                answer_of(self.session.manager.refuse.remote(refusal))
+            raise refusal from error
 
     def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
@@ -62,6 +71,30 @@ class TrainLink(RayLink):
         from ray.train.torch import get_device
 
         return get_device()
+
+
+def saved_state(config: StreamConfig, name: str) -> StreamState | None:
+    """Returns a stream's state in the checkpoint this worker started from; None without one, or if it begins anew.
+
+    Raises:
+        StateError: It is damaged, or belongs to other data.
+        MissingStateError: There is none, or it is another run's.
+    """
+    saved, where = start_checkpoint()
+    if where is None:
+        return None
+    if saved is not None and name not in saved.streams:
+        _check_not_renamed(config, name, saved.streams, where)
+        _check_not_foreign(config, name, saved, where)
+        logger.warning(
+            "%s holds no state of stream %r (of others: %s): it was not begun, and begins now",
+            *(where, name, sorted(saved.streams)),
+        )
+        return None
+    state = config.state_for(name, None if saved is None else saved.streams, where)
+    if state is not None:
+        _check_fits(config, name, state, where)
+    return state
 
 
 def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: str) -> None:
@@ -81,36 +114,75 @@ def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: 
         )
 
 
+def _check_not_foreign(config: StreamConfig, name: str, saved: Saved, where: str) -> None:
+    run = run_name()
+    if saved.run not in (None, run) and config.on_missing_state == "error":
+        raise MissingStateError(
+            explain(
+                f"the checkpoint {where} holds no state of the stream {name!r}, and is not one of this run",
+                found=f"the streams {sorted(saved.streams)} of the run {saved.run!r}",
+                expected=f"a state of {name!r}, written by the run {run!r}",
+                remedy="resume from a checkpoint of this run, or pass on_missing_state='restart' to begin anew",
+            )
+        )
+
+
+def _check_fits(config: StreamConfig, name: str, state: StreamState, where: str) -> None:
+    """Refuses a state of other data before anything is opened."""
+    try:
+        Position.resume(config, state)
+    except StateMismatchError as error:
+        text = f"{where}/{FILE_NAME}, stream {name!r}: {error}"
+        raise StateMismatchError(text, error.field, error.saved, error.current) from error
+    except StateError as error:
+        raise StateError(f"{where}/{FILE_NAME}, stream {name!r}: {error}") from error
+
+
+def fits(config: StreamConfig, name: str, states: Streams) -> bool:
+    """Whether a stream can go on from a checkpoint's states."""
+    try:
+        return name in states and Position.resume(config, states[name]) is not None
+    except StateError:
+        return False
+
+
+def run_name() -> str:
+    """The name of the Train run this worker works for."""
+    return str(ray.train.get_context().get_experiment_name())
+
+
 # The links that this worker was given, by stream name, whether or not their shards were opened.
 links: dict[str, TrainLink] = {}
 
 # The checkpoint this worker started from, and what was read from it.
-_start: Checkpoint | Literal["unknown"] | None = "unknown"
-_found: tuple[Streams | None, str | None] | None = None
+_start: list[Checkpoint | None] = []
+_found: tuple[Saved | None, str | None] | None = None
 
 
-def _arrive(session: Session, seat: Seat) -> TrainLink:
+def _arrive(session: Session, seat: Seat, resume_states: Mapping[str, StreamState] | None) -> TrainLink:
     """Makes a link again in the worker that its shard was made for."""
-    global _start
-    link = TrainLink(session, seat)
+    link = TrainLink(session, seat, resume_states)
     link.hold()  # it may be long before the worker asks for the first batch
     links[seat.name] = link
-    if _start == "unknown":
-        _start = ray.train.get_checkpoint()
+    started_from()
     return link
 
 
-def start_checkpoint() -> tuple[Streams | None, str | None]:
-    """The streams in the checkpoint this worker started from, and its path; (None, None) without one.
+def started_from() -> Checkpoint | None:
+    """The checkpoint this worker started from; ``ray.train.get_checkpoint()`` answers with newer ones later."""
+    if not _start:
+        _start.append(ray.train.get_checkpoint())
+    return _start[0]
 
-    Read once: ``ray.train.get_checkpoint()`` answers with newer ones as the run reports them.
-    """
+
+def start_checkpoint() -> tuple[Saved | None, str | None]:
+    """What the checkpoint this worker started from says of the streams, and its path; (None, None) without one."""
     global _found
     if _found is None:
-        checkpoint = ray.train.get_checkpoint() if _start == "unknown" else _start
-        if checkpoint is None or checkpoint == "unknown":
+        checkpoint = started_from()
+        if checkpoint is None:
             _found = None, None
         else:
             filesystem: Any = checkpoint.filesystem
-            _found = read_streams(filesystem, checkpoint.path), checkpoint.path
+            _found = read_saved(filesystem, checkpoint.path), checkpoint.path
     return _found

@@ -30,9 +30,28 @@ def fit(
     dataset_config: Any = None,
     scaling: dict[str, Any] | None = None,
     failure: dict[str, Any] | None = None,
+    bucket: tuple[Any, str] | None = None,
+    keep: int | None = 2,
+    validation: Any = None,
     **config: Any,
 ) -> ray.train.Result:
-    """Fits a loop that needs no process group; ``config["log"]`` is where it logs."""
+    """Fits a loop that needs no process group; ``config["log"]`` is where it logs.
+
+    Args:
+        loop: The training loop.
+        datasets: By name.
+        workers: How many, or from how many to how many.
+        storage: Where the loop logs, and where the run is stored unless there is a bucket.
+        name: The run's name.
+        max_failures: How often the worker group may start again; -1 for any number of times.
+        dataset_config: Instead of the plain ``StreamDataConfig``.
+        scaling: More for ``ScalingConfig``.
+        failure: More for ``FailureConfig``.
+        bucket: A file system, and the path on it where the run is stored.
+        keep: How many checkpoints are kept.
+        validation: A ``ValidationConfig``.
+        **config: What the loop is called with.
+    """
     (storage / "log").mkdir(parents=True, exist_ok=True)
     trainer = DataParallelTrainer(
         loop,
@@ -42,10 +61,12 @@ def fit(
         scaling_config=ScalingConfig(**({"num_workers": workers} | (scaling or {}))),  # its hints know no range
         run_config=RunConfig(
             name=name,
-            storage_path=str(storage / "runs"),
+            storage_path=str(storage / "runs") if bucket is None else bucket[1],
+            storage_filesystem=None if bucket is None else bucket[0],
             failure_config=FailureConfig(max_failures=max_failures, **(failure or {})),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            checkpoint_config=CheckpointConfig(num_to_keep=keep),
         ),
+        validation_config=validation,
     )
     return trainer.fit()
 
@@ -74,13 +95,18 @@ def delivered(entries: list[dict[str, Any]]) -> Batches:
     return found
 
 
-def reference(stream: LanceStream, epochs: int) -> Batches:
-    """What one uninterrupted reader in this process gets."""
+def opened_here(stream: LanceStream, name: str = "train") -> Any:
+    """Opens a stream in this process, whether or not Ray runs: without actors."""
     from ray_lance_stream.local import LocalLink
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.topology import Seat
 
-    with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
+    return StreamShard(stream.config, Seat(name=name), LocalLink(stream.recipe))
+
+
+def reference(stream: LanceStream, epochs: int) -> Batches:
+    """What one uninterrupted reader in this process gets."""
+    with opened_here(stream) as shard:
         return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
 
 

@@ -10,12 +10,21 @@ from typing import Any
 import pyarrow.fs as pafs
 import pytest
 
-from ray_lance_stream.checkpoint import FILE_NAME, locate, read_streams, write_streams
+from ray_lance_stream.checkpoint import (
+    FILE_NAME,
+    Saved,
+    locate,
+    read_saved,
+    read_streams,
+    write_saved,
+    write_streams,
+)
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.errors import StateError, StateMismatchError
 from ray_lance_stream.plan import OrderSpec, TableIdentity
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import Replica
 
 LOCAL = pafs.LocalFileSystem()
 
@@ -203,12 +212,42 @@ def test_ranks_of_other_runs_are_refused(place: tuple[pafs.FileSystem, str]) -> 
         read_streams(filesystem, directory)
 
 
+def test_states_of_replicas_that_may_skip_rows_are_complete_or_refused(place: tuple[pafs.FileSystem, str]) -> None:
+    """Each is exact for the splits of its replica only; without one of them, rows would come twice."""
+    filesystem, directory = place
+    states = drifted([5, 5, 5], [9, 5, 5]), drifted([5, 5, 5], [5, 6, 7])
+
+    def write(rank: int, dp_rank: int, cycle: int = 1) -> None:
+        parts = {"train": Replica(dp_rank=dp_rank, dp_size=2)}
+        saved = Saved(streams={"train": states[dp_rank], "whole": state_at(cycle)}, parts=parts, run="a run")
+        write_saved(filesystem, directory, saved, rank)
+
+    write(rank=3, dp_rank=1)
+    write(rank=2, dp_rank=1)
+    for path in (directory, f"{directory}/lance_stream.rank-00002.json"):
+        with pytest.raises(StateError, match=r"stream 'train' in .*not complete.*none of the replicas \[0\]"):
+            read_saved(filesystem, path)
+    write(rank=0, dp_rank=0)
+    found = read_saved(filesystem, directory)
+    assert found is not None and found.run == "a run"
+    assert found.streams == {"train": drifted([5, 5, 5], [9, 6, 7]), "whole": state_at(1)}
+
+
+def test_of_streams_that_every_rank_reads_whole_the_lowest_rank_counts(place: tuple[pafs.FileSystem, str]) -> None:
+    filesystem, directory = place
+    write_saved(filesystem, directory, Saved(streams={"probe": state_at(1), "train": state_at(9)}), 0)  # carried over
+    for rank, cycle in ((1, 5), (2, 7)):
+        streams = {"probe": state_at(cycle), "train": state_at(9)}
+        write_saved(filesystem, directory, Saved(streams=streams, parts={"probe": Replica()}), rank)
+    assert read_streams(filesystem, directory) == {"probe": state_at(5), "train": state_at(9)}
+
+
 # --- files that are not ours -------------------------------------------------------------------------
 
 
 def content_of(**changes: Any) -> dict[str, Any]:
     streams = {"train": state_at(7).to_dict(compact=True)}
-    return {"kind": "ray_lance_stream.checkpoint", "version": 1, "streams": streams} | changes
+    return {"kind": "ray_lance_stream.checkpoint", "version": 1, "stamp": [5, 2], "streams": streams} | changes
 
 
 WHOLE = json.dumps(content_of()).encode()
@@ -229,6 +268,11 @@ DAMAGED: dict[str, bytes] = {
     "another kind": json.dumps(content_of(kind="lance")).encode(),
     "later version": json.dumps(content_of(version=2)).encode(),
     "no version": json.dumps({"kind": content_of()["kind"], "streams": {}}).encode(),
+    "no stamp": json.dumps(content_of(stamp=None)).encode(),
+    "half a stamp": json.dumps(content_of(stamp=[1])).encode(),
+    "parts is a list": json.dumps(content_of(parts=[1])).encode(),
+    "a part of nothing": json.dumps(content_of(parts={"train": [2, 2]})).encode(),
+    "a part that is text": json.dumps(content_of(parts={"train": "01"})).encode(),
     "streams is a list": json.dumps(content_of(streams=[])).encode(),
     "deep": b"[" * 200_000 + b"]" * 200_000,
     "deep, unclosed": b'{"a":' * 200_000,
@@ -254,7 +298,7 @@ def test_a_damaged_file_is_named_with_a_remedy(tmp_path: Path, file: str, name: 
     with pytest.raises(StateError) as caught:
         read_streams(LOCAL, str(tmp_path))
     assert f"{tmp_path}/{file}" in str(caught.value)
-    assert "Remedy: resume from an earlier checkpoint" in str(caught.value)
+    assert "resume from an earlier checkpoint" in str(caught.value).split("Remedy: ")[1]
     assert len(str(caught.value)) < 1000
 
 
@@ -268,8 +312,22 @@ def test_a_damaged_state_is_named_with_its_file(tmp_path: Path, name: str) -> No
     assert "Remedy: " in str(caught.value)
 
 
+def test_a_file_of_a_later_version_says_what_reads_it(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(DAMAGED["later version"])
+    with pytest.raises(StateError, match=r"version 2, this package reads 1.*use the version of ray_lance_stream"):
+        read_streams(LOCAL, str(tmp_path))
+
+
+def test_a_directory_in_the_files_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(StateError, match="Found: a directory"):
+        read_streams(LOCAL, str(tmp_path))
+
+
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
+    path.write_bytes(WHOLE)
+    assert read_streams(LOCAL, str(tmp_path)) == {"train": state_at(7)}
     for end in range(0, len(WHOLE), 5):
         path.write_bytes(WHOLE[:end])
         with pytest.raises(StateError):

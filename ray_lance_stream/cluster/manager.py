@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_lance_stream.cluster.leases import Leases
+from ray_lance_stream.cluster.notes import Notes
 from ray_lance_stream.cluster.told import Standing, Told
 from ray_lance_stream.errors import LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
@@ -36,10 +37,11 @@ class _Round:
     replaced: bool = False
 
 
-class StateManager:
+class StateManager(Notes):
     """One per run and stream. An async actor; restoring a run never depends on what it remembers."""
 
     def __init__(self, session_id: str, idle_timeout_s: float) -> None:
+        super().__init__()
         self._session_id = session_id
         self._started = time.time_ns()
         self._leases = Leases(idle_timeout_s)
