@@ -18,6 +18,9 @@ class ShardStats:
         buffered_bytes: Bytes of blocks held or asked for right now. At the budget: the pool keeps up.
         retries: Requests sent again after a prefetcher, a node or an object was lost.
         rows_skipped: Rows left out because the transform failed on them; of blocks that have arrived.
+        padded_tokens: Where rows are packed: padding in the blocks of the steps finished.
+        documents_left: Where rows are packed: documents of this replica's splits that no block of the epochs finished
+            had room for.
     """
 
     rows: int
@@ -27,6 +30,8 @@ class ShardStats:
     buffered_bytes: int
     retries: int
     rows_skipped: int = 0
+    padded_tokens: int = 0
+    documents_left: int = 0
 
     @property
     def wait_share(self) -> float:

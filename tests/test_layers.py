@@ -62,9 +62,12 @@ ORDER = (
     "flight",
     "reader",
     "survivors",
+    "packedreader",
     "checkpoint",
     "gathering",
+    "opening",
     "position",
+    "readers",
     "agreement",
     "link",
     "core",
@@ -95,6 +98,7 @@ ORDER = (
     "trainlink",
     "saving",
     "train",
+    "outside",
     "stream",
     "testing",
     # The command line.
@@ -149,7 +153,7 @@ ROWS_TO_BLOCKS = (
     "block",
     "tokens",
 )
-RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and cluster/
+RAY_MODULES = ("trainlink", "saving", "train", "outside", "stream", "rowsource")  # and cluster/
 TORCH_MODULES = ("packedstream", "dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
@@ -162,6 +166,7 @@ LANCE_MODULES = {
     "rowlists",
     "block",
     "tokens",
+    "opening",
     "local",
     "rowsource",
     "dataset",
