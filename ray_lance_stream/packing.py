@@ -106,8 +106,11 @@ class SplitPacker:
 
     @property
     def tokens_wanted(self) -> int:
-        """Tokens, separators among them, that this epoch can use beyond those fed. At 0, stop reading."""
-        return 0 if self._padding else max(0, self._budget_end - max(self._fed, self._head))
+        """Tokens, separators among them, that this epoch can use beyond those fed. At 0, stop reading.
+
+        Until the first document has come, those of it that are in earlier blocks count, too.
+        """
+        return 0 if self._padding or not self.blocks_left else max(0, self._budget_end - self._fed)
 
     @property
     def dropped_tokens(self) -> int:

@@ -621,7 +621,9 @@ def test_documents_that_are_not_those_of_the_state() -> None:
         fresh().pad_out()
     assert fresh().place().buffered() == cursor, "the tokens of LanceDB's form are not known yet"
     packer = fresh()
+    assert packer.tokens_wanted == 3 + 2 * 4, "the document comes whole, with what earlier blocks have of it"
     packer.feed(np.array([7, 8, 9]), np.array([3]))
+    assert packer.tokens_wanted == 2 * 4 - 1
     packer.pad_out()
     assert taken(packer.pop(1)) == [([EOS, PAD, PAD, PAD], [0] * 4)], "the separator alone was left"
     with pytest.raises(StateError, match=r"more blocks than the epoch.*Found: 4"):
