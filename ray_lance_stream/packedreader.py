@@ -19,7 +19,6 @@ from ray_lance_stream.survivors import SurvivorReader
 
 TOKEN_BYTES: Final = 8
 COLUMNS: Final = ("input_ids", "doc_ids")  # of a block, LanceDB's
-_TOKENS_AT_ONCE: Final = 8192  # packed together, or a block if that is more: they are copied, beside the read-ahead
 _DOCUMENTS_AT_ONCE: Final = 1024
 
 
@@ -30,10 +29,20 @@ class DocumentFeed:
         reader: Serves the documents, counted from 0 where it begins.
         packers: One for each split of the reader.
         bytes_per_document: First guess of a document's size.
+        tokens_at_once: How many tokens a packer gets together even if it needs fewer. They are copied, beside what is
+            read ahead.
     """
 
-    def __init__(self, reader: SurvivorReader, packers: Sequence[SplitPacker], bytes_per_document: float) -> None:
+    def __init__(
+        self,
+        reader: SurvivorReader,
+        packers: Sequence[SplitPacker],
+        bytes_per_document: float,
+        *,
+        tokens_at_once: int = 0,
+    ) -> None:
         self.reader = reader
+        self._tokens_at_once = tokens_at_once
         self._packers = list(packers)
         self._fed = [0] * len(self._packers)
         self._tokens_seen, self._documents_seen = bytes_per_document / TOKEN_BYTES, 1.0
@@ -70,7 +79,7 @@ class DocumentFeed:
     def _feed(self, lane: int, blocks_missing: int) -> None:
         """Gives a packer documents that are here: about as many as it needs, and none that this epoch cannot use."""
         packer, start = self._packers[lane], self._fed[lane]
-        tokens_wanted = max(_TOKENS_AT_ONCE, blocks_missing * packer.packing.pack_sequences)
+        tokens_wanted = max(self._tokens_at_once, blocks_missing * packer.packing.pack_sequences)
         likely = int(tokens_wanted * self._documents_seen / self._tokens_seen) + 1
         count = min(self.reader.count(lane) - start, likely, _DOCUMENTS_AT_ONCE)
         documents: Any = self.reader.survivors(lane, start, start + count)
@@ -136,9 +145,10 @@ class PackedReader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of documents that are here or asked for, and of the blocks made of them."""
+        """Bytes of documents that are here or asked for, of their tokens being packed, and of blocks made of them."""
+        tokens = sum(packer.buffered_tokens for packer in self._packers)
         # A copy: another thread may ask for this while one appends.
-        return self._documents.buffered_bytes + sum(part.nbytes for part in list(self._made))
+        return self._documents.buffered_bytes + TOKEN_BYTES * tokens + sum(part.nbytes for part in list(self._made))
 
     def documents_left(self, documents_per_split: int) -> int:
         """Returns how many documents of the owned splits no block has begun."""

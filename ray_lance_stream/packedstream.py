@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,6 +15,8 @@ from ray_lance_stream.packspec import Packing
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.streambase import StreamBase, Totals
+
+_TOKENS_AT_ONCE: Final = 8192  # blocks are taken one by one
 
 
 class PackedStream(StreamBase[PackedCursor]):
@@ -94,7 +96,8 @@ class PackedStream(StreamBase[PackedCursor]):
             self.reader = self._new_reader(source, [0] * len(self.owned), positions, in_step=False)
             self.cursor.begin(self.packing)
             packers = [self.cursor.packers[split] for split in self.owned]
-            self._feed = DocumentFeed(self.reader, packers, self._opened(source).bytes_per_row)
+            size = self._opened(source).bytes_per_row
+            self._feed = DocumentFeed(self.reader, packers, size, tokens_at_once=_TOKENS_AT_ONCE)
         return self._feed
 
     def _blocks(self, feed: DocumentFeed) -> Iterator[dict[str, torch.Tensor]]:

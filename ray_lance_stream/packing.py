@@ -102,7 +102,7 @@ class SplitPacker:
     @property
     def buffered_tokens(self) -> int:
         """Tokens held, 8 bytes each: what one ``feed`` brought is held until its last token is given out."""
-        return sum(len(chunk.tokens) for chunk in self._chunks)
+        return sum(len(chunk.tokens) for chunk in list(self._chunks))  # a copy: other threads may ask
 
     @property
     def tokens_wanted(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
+from loops import ids_of
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -80,7 +81,7 @@ def reference(stream: LanceStream, epochs: int) -> Batches:
     from ray_lance_stream.topology import Seat
 
     with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
-        return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
+        return {(e, shard.step): ids_of(b) for e in range(epochs) for b in shard.iter_batches()}
 
 
 def opened(stream: LanceStream) -> Any:
