@@ -91,6 +91,15 @@ def test_blocks_are_the_datasets_at_any_number_of_replicas(whole: Any, options: 
                 assert blocks_of([batch for batch in found if batch.epoch == epoch]) == expected[epoch]
 
 
+def test_rows_of_the_users_own_choice(whole: Any) -> None:
+    row_ids = whole[1].search().select(["id"]).with_row_id(True).to_arrow()["_rowid"].to_numpy()
+    chosen = np.random.default_rng(0).permutation(row_ids)[:50]
+    plan = pa.table({"row_id": pa.array(chosen, pa.uint64()), "split_id": pa.array(np.arange(50) % SPLITS)})
+    (dataset,) = ranks(whole[1], plan=plan, num_splits=None, shuffle_seed=0)
+    stream = stream_of(whole, plan=plan, shuffle_seed=0)
+    assert blocks_of(check_resume_at_every_step(stream, (2, 3))[:5]) == cycles_of([dataset])
+
+
 def test_steps_are_cycles_of_blocks(whole: Any) -> None:
     for options, steps, last in (({}, 4, 4), ({"drop_last": True}, 3, 12), ({"blocks_per_epoch": 36}, 3, 12)):
         stream = stream_of(whole, global_batch_size=12, **options)
