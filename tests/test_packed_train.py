@@ -50,8 +50,8 @@ def stream_of(source: Any, **options: Any) -> LanceStream:
     return LanceStream(source[0], "t", **PACKED | settings | options)
 
 
-def test_blocks_come_through_prefetchers_that_are_killed(source: Any) -> None:
-    small = PrefetchConfig(num_actors=2, block_bytes=4000, max_buffer_bytes=40_000)
+def test_blocks_come_through_a_prefetcher_that_is_killed(source: Any) -> None:
+    small = PrefetchConfig(num_actors=1, block_bytes=4000, max_buffer_bytes=100_000)
     stream = stream_of(source, prefetch=small)
     dataset = StreamingDataset(source[1], **PACKED | {"order": "feistel", "on_transform_error": "skip"})
     expected = [block["input_ids"].tolist() for block in dataset]
@@ -61,14 +61,13 @@ def test_blocks_come_through_prefetchers_that_are_killed(source: Any) -> None:
         for batch in shard.iter_batches(prefetch_batches=0):
             found += batch["input_ids"].tolist()
             if shard.step == 2:
-                prefetchers = ray.get(shard.link.session.coordinator.prefetchers.remote())
-                for _, pid in prefetchers:
-                    os.kill(pid, signal.SIGKILL)
-                    killed += 1
+                ((_, pid),) = ray.get(shard.link.session.coordinator.prefetchers.remote())
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
         state = shard.state_dict()
         assert shard.stats().retries > 0
         assert len({row.row_number for row in shard.skipped}) == shard.stats().rows_skipped > 0
-    assert killed == 2
+    assert killed == 1
     assert found == expected
     assert state["blocks_emitted_per_split"] == [24] * SPLITS
     wait_until(lambda: not named_actors(stream), 30, "everything has ended")
