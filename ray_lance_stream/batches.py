@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
+from ray_lance_stream.packedreader import PackedReader
+from ray_lance_stream.packstate import PackPlace
 from ray_lance_stream.plan import require_int
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader
@@ -39,10 +41,12 @@ class Delivery(Generic[T]):
     end_cycle: int  # of the step the batch belongs to
     positions: tuple[int, ...] | None = None  # of every split behind the step, where rows may be skipped
     is_last: bool = False  # the epoch ends with this step, earlier than without skipped rows
+    places: tuple[PackPlace, ...] | None = None  # of every split behind the step, where documents are packed
+    padded_tokens: int = 0  # in the blocks of the step
 
 
 def deliveries(
-    reader: BlockReader,
+    reader: BlockReader | PackedReader,
     steps: StepPlan,
     replica: Replica,
     position: Position,
@@ -51,11 +55,14 @@ def deliveries(
 ) -> Generator[Delivery[T], None, None]:
     """Makes the batches from a position to the end of its epoch. Reads the position, never moves it."""
     cycle, skip = position.cycle, position.micro_done
-    width = len(replica.owned_splits(steps.num_splits))
+    owned = replica.owned_splits(steps.num_splits)
+    width = len(owned)
     while cycle < steps.end_cycle:
         cycles = steps.rest_of_step(cycle)
         share = _share(steps, replica, len(cycles), micro_batch_size)
         first = cycles.start * width
+        # Whole steps at once: with the first micro-batch the run is told where the step ends.
+        packed = reader.made_to(cycles.stop) if isinstance(reader, PackedReader) else None
         for index in range(skip, share.num_micro_batches):
             part = share.micro_batch(index)
             yield Delivery(
@@ -65,6 +72,8 @@ def deliveries(
                 micro_index=index,
                 is_step_end=index == share.num_micro_batches - 1,
                 end_cycle=cycles.stop,
+                places=None if packed is None else position.places_with(owned, packed.places),
+                padded_tokens=0 if packed is None else packed.padded_tokens,
             )
         cycle, skip = cycles.stop, 0
         reader.release(position.cycle)  # what the trainer has been handed, not what was made ahead

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from ray_lance_stream.errors import ConfigError, MissingStateError, explain, shown
+from ray_lance_stream.errors import ConfigError, MissingStateError, StateMismatchError, explain, shown
+from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
-from ray_lance_stream.provenance import check_overrides
+from ray_lance_stream.provenance import Provenance, check_overrides, reconcile
 from ray_lance_stream.state import StreamState
 
 MIB: Final = 1024 * 1024
@@ -100,9 +101,20 @@ class StreamConfig:
     on_missing_state: Literal["error", "restart"] = "error"
     allow_changes: tuple[str, ...] = ()
     sifts: bool = False  # blocks say which of their rows came through, because some may fail
+    packing: Packing | None = None  # how rows become blocks of tokens, their number known
+    blocks_given: bool = True  # False if that number is an estimate; then a state brings its own
 
     def __post_init__(self) -> None:
         check_overrides(self.allow_changes)
+        if not isinstance(self.drop_last, bool) or not isinstance(self.prefetch, PrefetchConfig):
+            raise ConfigError(
+                explain(
+                    "drop_last or prefetch is not valid",
+                    found=f"drop_last={self.drop_last!r}, prefetch={self.prefetch!r}",
+                    expected="True or False, and a PrefetchConfig",
+                    remedy="pass prefetch=PrefetchConfig(num_actors=...)",
+                )
+            )
         if self.on_missing_state not in ("error", "restart"):
             raise ConfigError(
                 explain(
@@ -112,6 +124,44 @@ class StreamConfig:
                     remedy="keep the default unless a checkpoint without stream state is meant to start over",
                 )
             )
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether splits are consumed unevenly, so that a replica knows its own splits' place only."""
+        return self.sifts or self.packing is not None
+
+    @property
+    def provenance(self) -> Provenance:
+        """What the stream reads, if no state says otherwise."""
+        return Provenance(table=self.identity, order=self.order, packing=self.packing)
+
+    def continued(self, saved: Provenance) -> Provenance:
+        """Returns what the stream reads from a state on; what the user left open is the state's.
+
+        Raises:
+            StateMismatchError: The state belongs to other data than the stream.
+        """
+        packing = self.packing
+        if packing is not None and saved.packing is not None and not self.blocks_given:
+            packing = replace(packing, blocks_per_epoch=saved.packing.blocks_per_epoch)
+        order = reconcile(
+            saved, self.order, packing=packing, seed_given=self.seed_given, allow_changes=self.allow_changes
+        )
+        table = self.identity if "table" in self.allow_changes else saved.table
+        if self.pinned_version not in (None, table.version):
+            raise StateMismatchError(
+                explain(
+                    "table version differs: the stream is pinned to another one",
+                    found=f"version={self.pinned_version}",
+                    expected=f"{saved.table.version}, from which the state was taken",
+                    remedy="leave version unset to continue on the state's version, "
+                    "or pass allow_changes=('table',) to go on with other data",
+                ),
+                "table",
+                saved.table,
+                self.identity,
+            )
+        return Provenance(table=table, order=order, packing=packing)
 
     def state_for(self, name: str, states: Mapping[str, StreamState] | None, where: str) -> StreamState | None:
         """Picks this stream's state out of a checkpoint's.

@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_lance_stream.config import StreamConfig
-from ray_lance_stream.errors import StateError, StreamClosedError, explain
+from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.link import Link
+from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import SplitLayout
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader
+from ray_lance_stream.readers import Reader
 from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.sifting import SkipLog, SkippedRow
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import ShardStats
-from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import Replica, Seat, StepPlan
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ class ShardCore:
         self._iterating: weakref.ref[BatchIterator[Any]] | None = None
         self._position = Position.start(config)
         self._handle: PlanHandle | None = None
-        self._reader: BlockReader | SurvivorReader | None = None
+        self._reader: Reader | None = None
         self._skips = SkipLog()
         self.loss_scale = 1.0
         self.is_step_end = True
-        self._rows = self._batches = self._retries = 0
+        self._rows = self._batches = self._retries = self._padded_tokens = self._documents_left = 0
         self._wait_s = self._train_s = 0.0
 
     # ------------------------------------------------------------------ where it stands
@@ -94,14 +95,25 @@ class ShardCore:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole epoch, on all replicas; where rows may be skipped, the most there can be."""
+        """Rows, or packed blocks, of an epoch on all replicas; where rows may be skipped, the most there can be."""
         return self._steps().end_cycle * self._config.order.num_splits
 
     @property
     def dropped_rows(self) -> int:
-        """Rows of the table (after the filter) that this epoch leaves out: N mod S, and ``drop_last``."""
+        """Rows of the table (after the filter) that this epoch leaves out: N mod S, and ``drop_last``.
+
+        Where rows are packed, N mod S alone: how many more the blocks have no room for is known at the epoch's end
+        (``stats().documents_left``).
+        """
         handle = self._open_plan()
+        if self._config.packing is not None:
+            return handle.surplus_rows + handle.num_rows % self._config.order.num_splits
         return handle.num_rows + handle.surplus_rows - self.num_rows
+
+    @property
+    def packing(self) -> Packing | None:
+        """How documents become blocks, and how many an epoch has; None for rows that are not packed."""
+        return self._here().provenance.packing
 
     def __len__(self) -> int:
         """Returns the number of steps in an epoch; where rows may be skipped, the most there can be."""
@@ -123,6 +135,8 @@ class ShardCore:
             retries=self._retries + (0 if reader is None else reader.retries),
             rows_skipped=self._skip_log().count,
             prefetchers=getattr(self._source, "prefetchers", 0),
+            padded_tokens=self._padded_tokens,
+            documents_left=self._documents_left,
         )
 
     @property
@@ -132,7 +146,7 @@ class ShardCore:
 
     def _skip_log(self) -> SkipLog:
         log, reader = self._skips.copy(), self._reader
-        if isinstance(reader, SurvivorReader):
+        if reader is not None and not isinstance(reader, BlockReader):
             log.merge(reader.skips)
         return log
 
@@ -149,14 +163,14 @@ class ShardCore:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the state is exact for the splits of this replica only, because rows may be skipped."""
-        return self._config.sifts and self._seat.shared and self._seat.replica.dp_size > 1
+        """Whether the state is exact for the splits of this replica only: rows may be skipped, or are packed."""
+        return self._config.is_uneven and self._seat.shared and self._seat.replica.dp_size > 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the last batch handed out: plain JSON types.
 
-        Equal on all replicas, unless rows may be skipped: then merge those of all (``merge_state_dicts``). Batches
-        that were prefetched do not count. Continues at any number of replicas.
+        Equal on all replicas, unless rows may be skipped or are packed: then merge those of all
+        (``merge_state_dicts``). Batches that were prefetched do not count. Continues at any number of replicas.
 
         Raises:
             StateError: In the middle of a step that was cut into micro-batches.
@@ -170,7 +184,7 @@ class ShardCore:
             StateError: It is damaged or was not taken at the end of a cycle.
             StateMismatchError: It belongs to other data; the message names the field and the remedy.
         """
-        loaded = StreamState.from_dict(state, of=Position.start(self._config).provenance)
+        loaded = StreamState.from_dict(state, of=self._config.provenance)
         self._end_iteration("load_state_dict moved the shard; iterate anew")
         self._open(at=loaded)
 
@@ -212,15 +226,7 @@ class ShardCore:
         self._position, self._handle = Position.resume(self._config, state), None
         try:
             steps = self._steps()
-            if self._position.cycle > steps.rows_per_split:
-                raise StateError(
-                    explain(
-                        "the state lies beyond the end of the epoch",
-                        found=f"{self._position.cycle} rows consumed of each split",
-                        expected=f"at most {steps.rows_per_split}",
-                        remedy="load the state as it was saved",
-                    )
-                )
+            self._position.check_within(steps, self._open_plan().num_rows // steps.num_splits)
         except BaseException:
             self._position, self._handle = before
             raise
@@ -234,9 +240,10 @@ class ShardCore:
 
     def _steps_of(self, handle: PlanHandle) -> StepPlan:
         layout = SplitLayout(num_rows=handle.num_rows, num_splits=handle.spec.order.num_splits)
+        packing = self._position.provenance.packing
         return StepPlan(
             num_splits=layout.num_splits,
-            rows_per_split=layout.rows_per_split,
+            rows_per_split=layout.rows_per_split if packing is None else packing.blocks_per_split,
             global_batch_size=self._config.global_batch_size,
             drop_last=self._config.drop_last,
         )
@@ -288,7 +295,7 @@ class ShardCore:
         reader, self._reader = self._reader, None
         if reader is not None:
             self._retries += reader.retries
-            if isinstance(reader, SurvivorReader):
+            if not isinstance(reader, BlockReader):
                 self._skips.merge(reader.skips)
             reader.interrupted.set()
             reader.close()

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_lance_stream.agreement import agreement_of
-from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.location import TableRef
+from ray_lance_stream.opening import block_recipe
 from ray_lance_stream.packedstream import PackedStream
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
@@ -25,10 +25,10 @@ from ray_lance_stream.rowsource import RowSource
 from ray_lance_stream.rowstream import RowStream
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError, SkippedRow
 from ray_lance_stream.state import StreamState, merge_state_dicts
-from ray_lance_stream.tokens import packing_transform, with_estimate
+from ray_lance_stream.tokens import with_estimate
 from ray_lance_stream.topology import Replica
-from ray_lance_stream.transform import RowTransform, Transform, UserError
-from ray_lance_stream.userplan import column_names, order_spec, read_plan
+from ray_lance_stream.transform import RowTransform, UserError
+from ray_lance_stream.userplan import order_spec, read_plan
 
 logger = logging.getLogger("ray_lance_stream")
 _told: set[str] = set()  # knobs without use that this process has been told of
@@ -165,20 +165,22 @@ class StreamingDataset(IterableDataset[Any]):
         self._owned = self._replica.owned_splits(spec.num_splits)
         ref = TableRef.of(table, connection_factory)
         opened = ref.open(getattr(table, "version", None) if user_plan is None else user_plan.base_version)
-        names = column_names(columns)
-        opened.check_columns(names)
         rows = opened.num_rows if filter is None else opened.count_rows(filter)
         if user_plan is None:
             SplitLayout(num_rows=rows, num_splits=spec.num_splits)
-        row_transform: Transform | None = None
-        if packing is not None:
-            row_transform = packing_transform(opened, names, transform)
-        elif transform is not None:
-            row_transform = RowTransform(transform, threads, read_batch_size)
-        policy = ErrorPolicy(on_transform_error)
-        recipe = BlockRecipe(
-            table=ref.located(opened), columns=names, transform=row_transform, policy=policy, plan=user_plan
+        recipe = block_recipe(
+            ref,
+            opened,
+            columns=columns,
+            transform=transform,
+            wrapped_in=lambda function: RowTransform(function, threads, read_batch_size),
+            packing=packing,
+            policy=ErrorPolicy(on_transform_error),
+            plan=user_plan,
+            always_sifts=True,
         )
+        if packing is not None:
+            packing = with_estimate(packing, recipe, PlanSpec(table=opened.identity, order=spec, epoch=epoch))
         config = StreamConfig(
             stream_id=uuid.uuid4().hex[:12],
             identity=opened.identity,
@@ -187,6 +189,8 @@ class StreamingDataset(IterableDataset[Any]):
             seed_given=shuffle_seed is not None,
             prefetch=prefetch or PrefetchConfig(max_buffer_bytes=max_buffer_bytes),
             allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
+            packing=packing,
+            blocks_given=blocks_per_epoch != "auto",
         )
         self._epoch_given = epoch
         self._worker_info_override = worker_info_override
@@ -197,10 +201,7 @@ class StreamingDataset(IterableDataset[Any]):
         if packing is None:
             self._rows = RowStream(config, self._owned, epoch, agreement)
         else:  # every split gives the same number of blocks: the ranks have nothing to agree on
-            if blocks_per_epoch == "auto":
-                packing = with_estimate(packing, recipe, PlanSpec(table=opened.identity, order=spec, epoch=epoch))
-            given = blocks_per_epoch != "auto"
-            self._rows = PackedStream(config, self._owned, epoch, packing, blocks_given=given)
+            self._rows = PackedStream(config, self._owned, epoch)
         self._in_use: object = None  # the iteration under way
         self._untracked: Any = mmap.mmap(-1, 1)  # memory shared with forked workers, who set it
 

@@ -39,13 +39,13 @@ class StreamDatasource(Datasource):
         start_step: How many steps are left out: what ``shard.step`` says once they are done.
 
     Raises:
-        ConfigError: Rows may be skipped, an argument is out of range, or the table cannot be read so.
+        ConfigError: Rows may be skipped or are packed, an argument is out of range, or the table cannot be read so.
     """
 
     def __init__(self, config: StreamConfig, recipe: bytes, *, epoch: int = 0, start_step: int = 0) -> None:
         require_int("epoch", epoch, minimum=0, remedy="pass an epoch, counted from 0")
         builder = BlockBuilder(ray.cloudpickle.loads(recipe))
-        _refuse_skips(builder.recipe)
+        _refuse_uneven(config, builder.recipe)
         spec = PlanSpec(table=config.identity, order=config.order, epoch=epoch)
         handle, matching = builder.open_plan(spec)
         layout = SplitLayout(num_rows=handle.num_rows, num_splits=config.order.num_splits)
@@ -122,8 +122,17 @@ def _read(
         yield rows
 
 
-def _refuse_skips(recipe: BlockRecipe) -> None:
-    if recipe.policy is not None and recipe.policy.replacement is None:
+def _refuse_uneven(config: StreamConfig, recipe: BlockRecipe) -> None:
+    if config.packing is not None:
+        raise ConfigError(
+            explain(
+                "packed rows cannot be read in parts: where a block begins depends on all documents before it",
+                found="pack_sequences",
+                expected="a stream of rows",
+                remedy="leave pack_sequences out, and pack what the dataset gives",
+            )
+        )
+    if recipe.policy is not None and not recipe.policy.raises and recipe.policy.replacement is None:
         raise ConfigError(
             explain(
                 "a stream that skips rows cannot be read in parts: where one begins depends on what was skipped before",

@@ -125,8 +125,8 @@ class OfflinePlan:
             raise ConfigError(
                 explain(
                     "the blocks of packed documents are not rows of the table",
-                    found=f"a state with pack_sequences={provenance.packing.pack_sequences}",
-                    expected="a state of rows",
+                    found=f"pack_sequences={provenance.packing.pack_sequences}",
+                    expected="a stream, or a state, of rows",
                     remedy="read the stream itself to see its blocks",
                 )
             )

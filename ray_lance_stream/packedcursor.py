@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ray_lance_stream.errors import StateError, explain
 from ray_lance_stream.packing import SplitPacker
 from ray_lance_stream.packspec import Packing
-from ray_lance_stream.packstate import SplitCursor
+from ray_lance_stream.packstate import SplitCursor, common_blocks
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
 
@@ -21,7 +21,7 @@ class PackedCursor:
 
     Attributes:
         epoch: The epoch under way.
-        splits: Where each split stands, unless it has a packer; offsets are 0.
+        splits: Where each split stands, unless it has a packer.
         owned: The splits of this process.
         has_moved: Whether blocks were handed out since the cursor was made or loaded.
         packers: Those of owned splits by number, while blocks are read.
@@ -47,16 +47,7 @@ class PackedCursor:
             StateError: The state is that of one of several ranks.
         """
         cursors = state.packed or ()
-        blocks = {cursor.blocks for cursor in cursors}
-        if len(blocks) > 1:
-            raise StateError(
-                explain(
-                    "the packed state does not stand at the end of a cycle in all splits",
-                    found=f"splits that have given {' and '.join(map(str, sorted(blocks)[:8]))} blocks",
-                    expected="the same number for every split",
-                    remedy="merge the states that all ranks took after the same step with merge_state_dicts",
-                )
-            )
+        common_blocks(cursors)
         return cls(epoch=state.epoch, splits=list(cursors), owned=owned, padded_before=padded_tokens)
 
     def begin(self, packing: Packing) -> None:
@@ -73,9 +64,9 @@ class PackedCursor:
         return self.splits[split].blocks if packer is None else packer.blocks_given
 
     def place(self, split: int) -> SplitCursor:
-        """Returns where a split's next block begins."""
+        """Returns where a split's next block begins, as LanceDB holds it if that is known."""
         packer = self.packers.get(split)
-        return self.splits[split] if packer is None else packer.buffered_cursor()
+        return self.splits[split] if packer is None else packer.place().buffered()
 
     @property
     def samples(self) -> list[int]:
@@ -85,7 +76,7 @@ class PackedCursor:
     @property
     def positions(self) -> list[int]:
         """Position behind the last document begun, by split."""
-        return [self.place(split).documents for split in range(len(self.splits))]
+        return [self.place(split).begun for split in range(len(self.splits))]
 
     @property
     def padded_tokens(self) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ray_lance_stream.errors import StateError, explain
 from ray_lance_stream.packspec import Packing
-from ray_lance_stream.packstate import PackBuffer, SplitCursor
+from ray_lance_stream.packstate import PackBuffer, PackPlace, SplitCursor
 from ray_lance_stream.permutation import IntArray
 
 _MAX_TOKEN: Final = int(np.iinfo(np.int64).max)
@@ -102,12 +102,15 @@ class SplitPacker:
     @property
     def buffered_tokens(self) -> int:
         """Tokens held, 8 bytes each: what one ``feed`` brought is held until its last token is given out."""
-        return sum(len(chunk.tokens) for chunk in self._chunks)
+        return sum(len(chunk.tokens) for chunk in list(self._chunks))  # a copy: other threads may ask
 
     @property
     def tokens_wanted(self) -> int:
-        """Tokens, separators among them, that this epoch can use beyond those fed. At 0, stop reading."""
-        return 0 if self._padding else max(0, self._budget_end - max(self._fed, self._head))
+        """Tokens, separators among them, that this epoch can use beyond those fed. At 0, stop reading.
+
+        Until the first document has come, those of it that are in earlier blocks count, too.
+        """
+        return 0 if self._padding or not self.blocks_left else max(0, self._budget_end - self._fed)
 
     @property
     def dropped_tokens(self) -> int:
@@ -216,24 +219,15 @@ class SplitPacker:
             return SplitCursor(documents=position + 1, blocks=self._blocks)
         return SplitCursor(documents=position, offset=head - int(chunk.starts[begun - 1]), blocks=self._blocks)
 
-    def buffered_cursor(self) -> SplitCursor:
-        """Returns the same place the way LanceDB holds it: the rest of a document begun is in the buffer.
-
-        Raises:
-            StateError: The packer was started inside a document that it has not been fed yet.
-        """
+    def place(self) -> PackPlace:
+        """Returns where the next block begins, with what is left of the document it begins in, if that was fed."""
         cursor = self.cursor()
-        if not cursor.offset:
-            return cursor
-        if self._cut:
-            raise self._wrong_documents("nothing yet")
+        if not cursor.offset or self._cut:
+            return PackPlace(cursor)
         chunk = self._chunks[0]
         after = int(chunk.starts.searchsorted(self._head))
         end = int(chunk.starts[after]) if after < len(chunk.starts) else chunk.end
-        rest = chunk.tokens[self._head - chunk.begin : end - chunk.begin]
-        return SplitCursor(
-            documents=cursor.documents + 1, blocks=cursor.blocks, buffer=PackBuffer(tuple(rest.tolist()))
-        )
+        return PackPlace(cursor, chunk.tokens[self._head - chunk.begin : end - chunk.begin])
 
     def _check_first(self, position: int, length: int) -> None:
         """Raises unless this is the document that the state was taken in."""

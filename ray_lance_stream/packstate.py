@@ -2,20 +2,23 @@
 
 Our form names a document and an offset in it, and is as small as a row state. LanceDB's holds the tokens that
 were read and not given out. Theirs is read as it is: its tokens stay in our cursors until they are given out.
-Ours becomes theirs through :meth:`SplitPacker.buffered_cursor`, which has the tokens that theirs wants.
+Ours becomes theirs through a :class:`PackPlace`, which has the tokens that theirs wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ray_lance_stream.counts import SplitCounts, malformed
 from ray_lance_stream.errors import StateError, explain
+from ray_lance_stream.permutation import IntArray
 
-_DOCUMENTS, _OFFSETS, _BLOCKS, _BUFFERS = "documents", "offsets", "blocks", "buffers"
 _SAMPLES, _EMITTED, _PACK_BUFFERS = "samples_consumed_per_split", "blocks_emitted_per_split", "pack_buffers"
+# Ours alone. Without pack_buffers LanceDB refuses a state, and does not go on at the wrong token.
+PACK_OFFSETS: Final = "pack_offsets"
+_PACK_TOKENS = "pack_tokens"
 _TOKENS, _STARTS = "tokens", "starts"
 
 
@@ -47,14 +50,42 @@ class SplitCursor:
     blocks: int = 0
     buffer: PackBuffer = field(default_factory=PackBuffer)
 
+    @property
+    def begun(self) -> int:
+        """Position behind the last document begun."""
+        return self.documents + bool(self.offset)
+
+
+class PackPlace(NamedTuple):
+    """A cursor, with what it takes to write it in either form.
+
+    Attributes:
+        cursor: The place.
+        rest: What is left of the document that ``cursor.offset`` points into, its separator included: a view; None
+            where that document has not been read yet.
+    """
+
+    cursor: SplitCursor = SplitCursor()
+    rest: IntArray | None = None
+
+    def buffered(self) -> SplitCursor:
+        """Returns the same place as LanceDB holds it: the rest of the document begun is in the buffer.
+
+        Where that is not known, the cursor as it is.
+        """
+        if self.rest is None:
+            return self.cursor
+        buffer = PackBuffer(tuple(self.rest.tolist()))
+        return SplitCursor(documents=self.cursor.begun, blocks=self.cursor.blocks, buffer=buffer)
+
 
 def cursors_to_json(cursors: Sequence[SplitCursor]) -> dict[str, Any]:
-    """Returns our form of a state, one entry per split: documents, offsets, blocks; buffers where there are any."""
+    """Returns our form of the entries of a state that say how far it is."""
     return {
-        _DOCUMENTS: [cursor.documents for cursor in cursors],
-        _OFFSETS: [cursor.offset for cursor in cursors],
-        _BLOCKS: [cursor.blocks for cursor in cursors],
-        _BUFFERS: {str(split): _plain(cursor.buffer) for split, cursor in enumerate(cursors) if cursor.buffer.tokens},
+        _SAMPLES: [cursor.documents for cursor in cursors],
+        _EMITTED: [cursor.blocks for cursor in cursors],
+        PACK_OFFSETS: [cursor.offset for cursor in cursors],
+        _PACK_TOKENS: {str(split): _plain(at.buffer) for split, at in enumerate(cursors) if at.buffer.tokens},
     }
 
 
@@ -66,11 +97,11 @@ def cursors_from_json(state: object, num_splits: int) -> list[SplitCursor]:
     """
     if not isinstance(state, Mapping):
         raise malformed("packing", state)
-    documents, offsets, blocks = (_counts(state, key, num_splits) for key in (_DOCUMENTS, _OFFSETS, _BLOCKS))
-    buffers = _read_buffers(_BUFFERS, state.get(_BUFFERS), num_splits)
+    documents, offsets, blocks = (_counts(state, key, num_splits) for key in (_SAMPLES, PACK_OFFSETS, _EMITTED))
+    buffers = _read_buffers(_PACK_TOKENS, state.get(_PACK_TOKENS), num_splits)
     for split, buffer in buffers.items():
         if buffer.tokens and offsets[split]:
-            raise malformed(_OFFSETS, offsets[split])
+            raise malformed(PACK_OFFSETS, offsets[split])
     return [
         SplitCursor(documents=documents[i], offset=offsets[i], blocks=blocks[i], buffer=buffers.get(i, PackBuffer()))
         for i in range(num_splits)
@@ -81,10 +112,10 @@ def cursors_to_lancedb(cursors: Sequence[SplitCursor]) -> dict[str, Any]:
     """Returns the entries of LanceDB's state that say how far it is.
 
     Args:
-        cursors: What :meth:`SplitPacker.buffered_cursor` of each split returned.
+        cursors: What :meth:`PackPlace.buffered` of each split returned.
     """
     if any(cursor.offset for cursor in cursors):
-        raise ValueError("LanceDB's state knows no offsets: take buffered_cursor() of the packers")
+        raise ValueError("LanceDB's state knows no offsets: take buffered() of the places")
     return {
         _SAMPLES: [cursor.documents for cursor in cursors],
         _EMITTED: [cursor.blocks for cursor in cursors],
@@ -131,6 +162,25 @@ def merge_cursors(parts: Sequence[Sequence[SplitCursor]]) -> list[SplitCursor]:
             )
         )
     return merged
+
+
+def common_blocks(cursors: Sequence[SplitCursor]) -> int:
+    """Returns how many blocks every split has given.
+
+    Raises:
+        StateError: They are not equally many: the state is that of one of several replicas.
+    """
+    blocks = sorted({cursor.blocks for cursor in cursors})
+    if len(blocks) > 1:
+        raise StateError(
+            explain(
+                "the packed state does not stand at the end of a cycle in all splits",
+                found=f"splits that have given {' and '.join(map(str, blocks[:8]))} blocks",
+                expected="the same number for every split",
+                remedy="merge the states that all ranks took after the same step with merge_state_dicts",
+            )
+        )
+    return blocks[0]
 
 
 def _plain(buffer: PackBuffer) -> dict[str, list[int]]:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.counts import SplitCounts
-from ray_lance_stream.errors import StateError, StateMismatchError, explain
+from ray_lance_stream.errors import StateError, explain
+from ray_lance_stream.packstate import PackPlace, common_blocks
 from ray_lance_stream.plan import PlanSpec
-from ray_lance_stream.provenance import Provenance, reconcile
+from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import StepPlan
 
 
 @dataclass(kw_only=True)
@@ -23,6 +25,8 @@ class Position:
         micro_done: Micro-batches handed out of the step under way, 0 between steps.
         micro_batch_size: How the step under way is cut.
         positions: Position of every split, where rows were skipped; None if each is ``cycle``.
+        places: Where every split's next block begins, where documents are packed; None at the epoch's beginning.
+            Like ``positions`` it is exact for the splits of this replica.
         ended: Whether the epoch is known to end at ``cycle``, because rows were skipped.
         has_moved: Whether this process handed out batches since the position was loaded. At the end of an
             epoch it decides what iterating gives: the empty remainder after a resume, so that the code at
@@ -35,13 +39,14 @@ class Position:
     micro_done: int = 0
     micro_batch_size: int | None = None
     positions: tuple[int, ...] | None = None
+    places: tuple[PackPlace, ...] | None = None
     ended: bool = False
     has_moved: bool = False
 
     @classmethod
     def start(cls, config: StreamConfig) -> Position:
         """The beginning of a stream."""
-        return cls(provenance=Provenance(table=config.identity, order=config.order))
+        return cls(provenance=config.provenance)
 
     @classmethod
     def resume(cls, config: StreamConfig, state: StreamState) -> Position:
@@ -51,24 +56,10 @@ class Position:
             StateMismatchError: The state belongs to other data than the stream.
             StateError: It was not taken at the end of a cycle.
         """
-        order = reconcile(
-            state.provenance, config.order, seed_given=config.seed_given, allow_changes=config.allow_changes
-        )
-        saved_table = state.provenance.table
-        table = config.identity if "table" in config.allow_changes else saved_table
-        if config.pinned_version not in (None, table.version):
-            raise StateMismatchError(
-                explain(
-                    "table version differs: the stream is pinned to another one",
-                    found=f"version={config.pinned_version}",
-                    expected=f"{saved_table.version}, from which the state was taken",
-                    remedy="leave version unset to continue on the state's version, "
-                    "or pass allow_changes=('table',) to go on with other data",
-                ),
-                "table",
-                saved_table,
-                config.identity,
-            )
+        provenance = config.continued(state.provenance)
+        if state.packed is not None:
+            places = tuple(PackPlace(cursor) for cursor in state.packed)
+            return cls(provenance=provenance, epoch=state.epoch, cycle=common_blocks(state.packed), places=places)
         if not state.samples.uniform:
             raise StateError(
                 explain(
@@ -89,11 +80,29 @@ class Position:
                 )
             )
         return cls(
-            provenance=Provenance(table=table, order=order),
+            provenance=provenance,
             epoch=state.epoch,
             cycle=state.samples.base,
             positions=tuple(state.positions.to_list()) if skipped else None,
         )
+
+    def check_within(self, steps: StepPlan, rows_per_split: int) -> None:
+        """Raises StateError if the position lies beyond the end of its epoch."""
+        found, expected = f"{self.cycle} rows consumed of each split", f"at most {steps.rows_per_split}"
+        documents = 0
+        if self.places is not None:
+            documents = max(place.cursor.begun for place in self.places)
+            found = f"{self.cycle} blocks of each split, and up to {documents} documents"
+            expected = f"at most {steps.rows_per_split} blocks, and {rows_per_split} documents"
+        if self.cycle > steps.rows_per_split or documents > rows_per_split:
+            raise StateError(
+                explain(
+                    "the state lies beyond the end of the epoch",
+                    found=found,
+                    expected=expected,
+                    remedy="load the state as it was saved",
+                )
+            )
 
     @property
     def plan_spec(self) -> PlanSpec:
@@ -115,17 +124,36 @@ class Position:
                     remedy="checkpoint after the optimizer's step, where is_step_end is true",
                 )
             )
-        return self.state_after(self.cycle, self.positions)
+        if self.places is not None and self.provenance.order.order == "lancedb":  # which can go on where we stop
+            return StreamState.of_packed(self.provenance, self.epoch, [place.buffered() for place in self.places])
+        return self.state_after(self.cycle, self.positions, self.places)
 
-    def state_after(self, cycle: int, positions: tuple[int, ...] | None = None) -> StreamState:
-        """Returns the state once ``cycle`` cycles of this epoch have been handed out, up to the given positions."""
+    def state_after(
+        self, cycle: int, positions: tuple[int, ...] | None = None, places: tuple[PackPlace, ...] | None = None
+    ) -> StreamState:
+        """Returns the state once ``cycle`` cycles of this epoch have been handed out.
+
+        Args:
+            cycle: How many.
+            positions: Of every split, where rows may be skipped.
+            places: Of every split, where documents are packed.
+        """
+        if self.provenance.packing is not None:
+            known = places or (PackPlace(),) * self.provenance.order.num_splits
+            return StreamState.of_packed(self.provenance, self.epoch, [place.cursor for place in known])
         state = StreamState.at_cycle(self.provenance, self.epoch, cycle)
         return state if positions is None else replace(state, positions=SplitCounts.of(positions))
 
     def positions_with(self, owned: range, cycle: int, own_positions: list[int]) -> tuple[int, ...]:
         """Returns every split's position at ``cycle``: exact for the owned ones, the least possible for others."""
-        ahead = cycle - self.cycle
+        # In this order: the position may move meanwhile, and what is said of the others must not be too much.
         known = self.positions or (self.cycle,) * self.provenance.order.num_splits
-        others = [position + ahead for position in known]
+        ahead = cycle - self.cycle
+        others = [max(cycle, position + ahead) for position in known]
         others[owned.start : owned.stop] = own_positions
         return tuple(others)
+
+    def places_with(self, owned: range, own_places: tuple[PackPlace, ...]) -> tuple[PackPlace, ...]:
+        """Returns every split's place: the owned ones', and of others where this replica last knew them."""
+        known = self.places or (PackPlace(),) * self.provenance.order.num_splits
+        return known[: owned.start] + own_places + known[owned.stop :]

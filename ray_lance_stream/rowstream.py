@@ -96,7 +96,8 @@ class RowStream(StreamBase[RowCursor]):
 
     def _reading(self, source: BlockSource) -> SurvivorReader:
         if self.reader is None:
-            self.reader = self._new_reader(source, self.cursor.samples[self.owned.start : self.owned.stop])
+            owned = slice(self.owned.start, self.owned.stop)
+            self.reader = self._new_reader(source, self.cursor.samples[owned], self.cursor.positions[owned])
         return self.reader
 
     def _catch_up(self, reader: SurvivorReader) -> Iterator[Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ray_lance_stream import collate
 from ray_lance_stream.batches import (
@@ -21,8 +20,9 @@ from ray_lance_stream.batches import (
 from ray_lance_stream.core import ShardCore, steps_done
 from ray_lance_stream.delivery import prefetch
 from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.packedreader import PackedReader
 from ray_lance_stream.position import Position
-from ray_lance_stream.reader import BlockReader, ReadAhead
+from ray_lance_stream.readers import Reader, Room, new_reader
 from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import StepPlan
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-logger = logging.getLogger("ray_lance_stream")
-_MIB: Final = 1024 * 1024
 
 
 class StreamShard(ShardCore):
@@ -41,6 +39,9 @@ class StreamShard(ShardCore):
     rest of the current epoch; iterating again after the end yields the next epoch, and after a ``break``
     continues with the next row. Used by one thread at a time.
 
+    Of a stream with ``pack_sequences`` a row is one packed block, here and in all that follows: a dict entry of
+    ``input_ids`` and one of ``doc_ids``, int64 of shape (rows, pack_sequences).
+
     A batch counts as consumed when it is handed out. A loop that fetches one batch ahead of the one it
     trains on (Accelerate, and Lightning where it does not know the length) has that batch counted too: take
     states where the loop holds none, or iterate the shard directly.
@@ -48,7 +49,8 @@ class StreamShard(ShardCore):
     Attributes:
         loss_scale: Factor for a loss that is a mean over the rows of the last batch: multiply, call
             ``backward``, sum over micro-batches, average over replicas, and it is the mean over the
-            global batch. Exact for means over rows; token-weighted means need token counts, and
+            global batch. Exact for means over rows (of packed streams: over blocks, which also are means over tokens
+            where none is padding or masked); token-weighted means need token counts, and
             BatchNorm or contrastive losses depend on the local batch all the same.
         is_step_end: Whether the last batch was the last of its step: time to synchronise gradients,
             step the optimizer and, if wanted, report a checkpoint.
@@ -212,50 +214,13 @@ class StreamShard(ShardCore):
         finally:
             items.close()
 
-    def _new_reader(self, steps: StepPlan, prefetch_batches: int) -> BlockReader | SurvivorReader:
-        owned, handle = self.replica.owned_splits(steps.num_splits), self._open_plan()
-        budget = self._config.prefetch.max_buffer_bytes // self._seat.world_size
-        step_bytes = steps.cycles_per_step * len(owned) * handle.bytes_per_row
-        made_ahead = int(prefetch_batches * step_bytes)
-        if made_ahead + step_bytes > budget:
-            self._warn_of_small_budget(budget, step_bytes, prefetch_batches)
-        read_ahead = ReadAhead(max_bytes=max(1, budget - made_ahead), block_bytes=self._config.prefetch.block_bytes)
-        if self._config.sifts:
-            cycle, positions = self._position.cycle, self._position.positions
-            return SurvivorReader(
-                self._open(),
-                handle,
-                owned,
-                samples=[cycle] * len(owned),
-                positions=[cycle] * len(owned) if positions is None else positions[owned.start : owned.stop],
-                rows_per_split=steps.rows_per_split,
-                read_ahead=read_ahead,
-            )
-        return BlockReader(
-            self._open(),
-            handle,
-            owned,
-            start_cycle=self._position.cycle,
-            end_cycle=steps.end_cycle,
-            cycles_per_step=steps.cycles_per_step,
-            read_ahead=read_ahead,
-        )
-
-    def _warn_of_small_budget(self, budget: int, step_bytes: float, prefetch_batches: int) -> None:
-        if self._warned_of_budget:
-            return
-        self._warned_of_budget = True
-        logger.warning(
-            "stream %r: there is no room to read ahead. This worker may hold %.1f MiB (max_buffer_bytes over %d "
-            "workers), its part of a step takes about %.1f MiB, and %d more are made ahead (prefetch_batches). Set "
-            "PrefetchConfig(max_buffer_bytes=...) to %.0f MiB or more, or lower prefetch_batches",
-            self.name,
-            budget / _MIB,
-            self._seat.world_size,
-            step_bytes / _MIB,
-            prefetch_batches,
-            -(-step_bytes * (prefetch_batches + 2) * self._seat.world_size // _MIB),
-        )
+    def _new_reader(self, steps: StepPlan, prefetch_batches: int) -> Reader:
+        handle, position = self._open_plan(), self._position
+        room = Room.of(self._config, self._seat, steps, handle, prefetch_batches)
+        if room.is_too_small and not self._warned_of_budget:
+            self._warned_of_budget = True
+            room.warn(self._seat)
+        return new_reader(self._open(), handle, self._config, position, self._seat, steps, room)
 
     def _num_batches_left(self, micro_batch_size: int | None) -> int:
         steps, position = self._steps(), self._position
@@ -267,12 +232,13 @@ class StreamShard(ShardCore):
         """Advances the state: the trainer gets this batch now."""
         position = self._position
         if item.micro_index == 0:
-            after = position.state_after(item.end_cycle, item.positions)
+            after = position.state_after(item.end_cycle, item.positions, item.places)
             self._link.announce(self._seat, steps_done(steps, item.end_cycle, ended=item.is_last), after)
         self.loss_scale, self.is_step_end = item.loss_scale, item.is_step_end
         if item.is_step_end:
             position.cycle, position.micro_done = item.end_cycle, 0
-            position.positions, position.ended = item.positions, item.is_last
+            position.positions, position.places, position.ended = item.positions, item.places, item.is_last
+            self._padded_tokens += item.padded_tokens
         else:
             position.micro_done = item.micro_index + 1
         position.has_moved = True
@@ -280,6 +246,10 @@ class StreamShard(ShardCore):
         self._batches += 1
 
     def _finish_epoch(self) -> None:
+        if isinstance(self._reader, PackedReader):
+            self._documents_left += self._reader.documents_left(
+                self._open_plan().num_rows // self._config.order.num_splits
+            )
         with self._lock:
             self._drop_reader()
         self._position = Position(provenance=self._position.provenance, epoch=self._position.epoch + 1)

@@ -14,7 +14,15 @@ from typing import Any, Final
 
 from ray_lance_stream.counts import SplitCounts, malformed, read_count
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain, shown
-from ray_lance_stream.packstate import SplitCursor, cursors_from_lancedb, cursors_to_lancedb, merge_cursors
+from ray_lance_stream.packstate import (
+    PACK_OFFSETS,
+    SplitCursor,
+    cursors_from_json,
+    cursors_from_lancedb,
+    cursors_to_json,
+    cursors_to_lancedb,
+    merge_cursors,
+)
 from ray_lance_stream.provenance import (
     Provenance,
     differences,
@@ -42,8 +50,8 @@ class StreamState:
         epoch: The epoch the counts belong to.
         samples: Rows of each split that the trainer was handed.
         positions: Position each split has reached; larger than ``samples`` where rows were skipped.
-        packed: Of packed rows, where each split's next block begins; offsets are 0, and both counts above are
-            the positions of documents.
+        packed: Of packed rows, where each split's next block begins; both counts above are the positions of
+            documents then.
     """
 
     provenance: Provenance
@@ -60,7 +68,7 @@ class StreamState:
 
     @classmethod
     def of_packed(cls, provenance: Provenance, epoch: int, cursors: Sequence[SplitCursor]) -> StreamState:
-        """Returns the state in which every split's next block begins at its cursor, whose offset is 0."""
+        """Returns the state in which every split's next block begins at its cursor."""
         documents = SplitCounts.of([cursor.documents for cursor in cursors])
         return cls(provenance=provenance, epoch=epoch, samples=documents, positions=documents, packed=tuple(cursors))
 
@@ -87,16 +95,23 @@ class StreamState:
         }
 
     def _packed_to_dict(self, compact: bool) -> dict[str, Any]:
+        """How far a packed state is: as LanceDB says it if that can, which knows no offsets in documents."""
         assert self.packed is not None
         assert self.provenance.packing is not None
-        theirs = cursors_to_lancedb(self.packed)
-        emitted, buffers = SplitCounts.of(theirs[_EMITTED]), theirs[_BUFFERS]
-        # As LanceDB's: one for every split that was begun.
-        begun = {split for split, at in enumerate(self.packed) if at.buffer.tokens or (at.blocks and not compact)}
-        return packing_to_dict(self.provenance.packing) | {
-            _EMITTED: emitted.to_json() if compact else emitted.to_list(),
-            _BUFFERS: {str(split): buffer for split, buffer in buffers.items() if split in begun},
-        }
+        if any(cursor.offset for cursor in self.packed):
+            place = cursors_to_json(self.packed)
+        else:
+            place = cursors_to_lancedb(self.packed)
+            # As LanceDB's: one for every split that was begun.
+            begun = {split for split, at in enumerate(self.packed) if at.buffer.tokens or (at.blocks and not compact)}
+            place[_BUFFERS] = {str(split): buffer for split, buffer in place[_BUFFERS].items() if split in begun}
+        del place[_SAMPLES]  # stands there already
+        emitted = SplitCounts.of(place[_EMITTED])
+        return (
+            packing_to_dict(self.provenance.packing)
+            | place
+            | {_EMITTED: emitted.to_json() if compact else emitted.to_list()}
+        )
 
     @classmethod
     def from_dict(cls, state: object, *, of: Provenance | None = None) -> StreamState:
@@ -166,7 +181,8 @@ class StreamState:
     def _read_place(cls, state: Mapping[str, Any], provenance: Provenance) -> StreamState:
         num_splits = provenance.order.num_splits
         if provenance.packing is not None:
-            cursors = cursors_from_lancedb(state, num_splits)
+            read = cursors_from_json if PACK_OFFSETS in state else cursors_from_lancedb
+            cursors = read(state, num_splits)
             return cls.of_packed(provenance, read_count(_EPOCH, state.get(_EPOCH)), cursors)
         samples = SplitCounts.from_json(_SAMPLES, state.get(_SAMPLES), num_splits)
         positions = SplitCounts.from_json(_POSITIONS, state.get(_POSITIONS), num_splits)

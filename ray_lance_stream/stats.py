@@ -19,6 +19,9 @@ class ShardStats:
         retries: Requests sent again after a prefetcher, a node or an object was lost.
         rows_skipped: Rows left out because the transform failed on them; of blocks that have arrived.
         prefetchers: Prefetchers this worker may ask, as it last heard; 0 where it reads in its own process.
+        padded_tokens: Where rows are packed: padding in the blocks of the steps finished.
+        documents_left: Where rows are packed: documents of this replica's splits that no block of the epochs finished
+            had room for.
     """
 
     rows: int
@@ -29,6 +32,8 @@ class ShardStats:
     retries: int
     rows_skipped: int = 0
     prefetchers: int = 0
+    padded_tokens: int = 0
+    documents_left: int = 0
 
     @property
     def wait_share(self) -> float:

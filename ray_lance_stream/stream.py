@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import uuid
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 from ray import cloudpickle
 
-from ray_lance_stream.agreement import agreement_of
-from ray_lance_stream.checkpoint import Streams
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
-from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.plan import SplitLayout, require_int
+from ray_lance_stream.packspec import Packing
+from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import resume_states
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
 from ray_lance_stream.stats import RunProgress
-from ray_lance_stream.topology import Replica, Seat, StepPlan
-from ray_lance_stream.userplan import column_names, order_spec, read_plan
+from ray_lance_stream.topology import StepPlan
+from ray_lance_stream.userplan import order_spec, read_plan
 
 if TYPE_CHECKING:
     import ray.data
@@ -46,7 +43,8 @@ class LanceStream:
         table: The table's name.
         num_splits: Splits, S: fixed for the life of a run; any number of replicas from 1 to S works. A
             number with many divisors, such as 48, keeps the replicas' shares equal most often.
-        global_batch_size: Rows of a step on all replicas together; a multiple of ``num_splits``.
+        global_batch_size: Rows of a step on all replicas together, packed blocks with ``pack_sequences``; a multiple
+            of ``num_splits``.
         shuffle: Shuffle rows over the whole table, anew every epoch.
         shuffle_seed: Seed of the order and of the transform's generators; None draws one.
         shuffle_clump_size: Neighbouring rows shuffled as one: larger reads faster and mixes less.
@@ -63,7 +61,16 @@ class LanceStream:
             ``split_id``; see :class:`~ray_lance_stream.rowlists.UserPlan`.
         on_transform_error: "raise"; "skip" leaves rows out on which the transform fails, and "warn" says so; a function
             of the exception returns whether to; a ``ReplaceRow`` puts another one in their place. All replicas end an
-            epoch at the same step whatever is skipped where.
+            epoch at the same step whatever is skipped where. With ``pack_sequences``: documents that hold a null.
+        pack_sequences: Delivers blocks of so many tokens instead of rows: the token lists of each split's rows one
+            after another, each followed by ``eos_id``. A block is a row of two columns, ``input_ids`` and ``doc_ids``,
+            int64 of shape ``(pack_sequences,)``; ``doc_ids`` numbers the documents of a block from 0.
+        eos_id: Token that follows every document.
+        pad_id: Token that fills the blocks of a split without documents left; padding keeps the ``doc_ids`` of what
+            stands before it.
+        blocks_per_epoch: Blocks of all splits together in an epoch, a multiple of ``num_splits``; "auto" estimates
+            it from about 1 % of the rows, and a state brings its own. Splits of fewer tokens are padded, tokens beyond
+            are left out.
         version: Pin this table version; by default the latest now, or the one a resumed state names.
         storage_options: As for ``lancedb.connect``; never shown or stored in checkpoints.
         connection_factory: Instead of ``uri``: called with the table's name in every process that reads,
@@ -103,6 +110,10 @@ class LanceStream:
         order: str | None = None,
         plan: Any = None,
         on_transform_error: OnTransformError = "raise",
+        pack_sequences: int | None = None,
+        eos_id: int | None = None,
+        pad_id: int | None = None,
+        blocks_per_epoch: int | Literal["auto"] | None = None,
         version: int | None = None,
         storage_options: Mapping[str, str] | None = None,
         connection_factory: Callable[[str], Any] | None = None,
@@ -122,23 +133,22 @@ class LanceStream:
             shuffle_clump_size=shuffle_clump_size,
             filter=filter,
         )
+        packing = Packing.of(
+            num_splits=spec.num_splits,
+            pack_sequences=pack_sequences,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            blocks_per_epoch=blocks_per_epoch,
+        )
         policy = ErrorPolicy(on_transform_error)
         StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # checks both
-        if not isinstance(drop_last, bool) or not isinstance(prefetch, (PrefetchConfig, type(None))):
-            raise ConfigError(
-                explain(
-                    "drop_last or prefetch is not valid",
-                    found=f"drop_last={drop_last!r}, prefetch={prefetch!r}",
-                    expected="True or False, and a PrefetchConfig",
-                    remedy="pass prefetch=PrefetchConfig(num_actors=...)",
-                )
-            )
         pinned_version = version
         if version is not None:
             require_int("version", version, minimum=1, remedy="pass a version of the table, or leave it out")
         # Imported here: Ray Train's controller unpickles streams, and has no use for Lance.
-        from ray_lance_stream.block import BlockRecipe
         from ray_lance_stream.location import TableRef
+        from ray_lance_stream.opening import block_recipe, pickled, saved_version
+        from ray_lance_stream.tokens import with_estimate
 
         ref = TableRef(
             uri=None if uri is None else str(uri),
@@ -151,22 +161,29 @@ class LanceStream:
         states = resume_states(
             resume_from, on_missing_state, of=lambda: Provenance(table=ref.open(version).identity, order=spec)
         )
-        opened = ref.open(version if "table" in allow_changes else _saved_version(version, states))
-        recipe = BlockRecipe(
-            table=ref.located(opened),
-            columns=column_names(columns),
-            transform=_transform(transform),
-            policy=None if policy.raises or transform is None else policy,
+        opened = ref.open(version if "table" in allow_changes else saved_version(version, states))
+        recipe = block_recipe(
+            ref,
+            opened,
+            columns=columns,
+            transform=transform,
+            wrapped_in=_transform,
+            packing=packing,
+            policy=policy,
             plan=user_plan,
         )
-        opened.check_columns(recipe.columns)
         if filter is not None:
             opened.check_filter(filter)
-        elif resume_from is None and user_plan is None:  # a state may name an older version that has rows
-            layout = SplitLayout(num_rows=opened.num_rows, num_splits=num_splits)
+        cycles: int | None = None  # where it is known here: a state may name an older version that has other rows
+        if filter is None and resume_from is None and user_plan is None:
+            cycles = SplitLayout(num_rows=opened.num_rows, num_splits=num_splits).rows_per_split
+        if packing is not None:
+            packing = with_estimate(packing, recipe, PlanSpec(table=opened.identity, order=spec, epoch=0))
+            cycles = packing.blocks_per_split
+        if cycles is not None:
             StepPlan(
-                num_splits=num_splits,
-                rows_per_split=layout.rows_per_split,
+                num_splits=spec.num_splits,
+                rows_per_split=cycles,
                 global_batch_size=global_batch_size,
                 drop_last=drop_last,
             )
@@ -182,9 +199,12 @@ class LanceStream:
             resume_states=states,
             on_missing_state=on_missing_state,
             allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
-            sifts=recipe.policy is not None,
+            sifts=recipe.policy is not None and packing is None,
+            packing=packing,
+            blocks_given=blocks_per_epoch != "auto",
         )
-        self._recipe = _pickled(recipe)
+        dumps: Any = cloudpickle.dumps  # untyped
+        self._recipe = pickled(recipe, dumps)
         self._table_text = str(ref)
         self._run_stream: Any = None
 
@@ -232,31 +252,11 @@ class LanceStream:
             ConfigError: More replicas than splits, a rank out of range.
             PlacementError: No prefetcher could be placed.
         """
-        require_int("world_size", world_size, minimum=1, remedy="pass the number of replicas")
-        require_int("rank", rank, minimum=0, maximum=world_size - 1, remedy="pass this replica's index")
-        seat = Seat(
-            name=name, replica=Replica(dp_rank=rank, dp_size=world_size), world_rank=rank, world_size=world_size
+        from ray_lance_stream.outside import open_shard
+
+        return open_shard(
+            self._config, self._recipe, rank=rank, world_size=world_size, name=name, coordinator=coordinator
         )
-        import ray
-
-        agreement = agreement_of(coordinator, world_size)
-        if not ray.is_initialized():
-            from ray_lance_stream.local import LocalLink
-
-            return StreamShard(self._config, seat, LocalLink(self.recipe, agreement=agreement))
-        from ray_lance_stream.cluster.parcel import Parcel
-        from ray_lance_stream.cluster.session import RayLink, start_session
-
-        seat.replica.owned_splits(self._config.order.num_splits)
-        session = start_session(self._config, Parcel.of(self._recipe))
-        try:
-            incarnation = session.begin()
-        except BaseException:
-            session.kill()
-            raise
-        link = RayLink(session, owned=True, agreement=agreement)
-        link.hold()
-        return StreamShard(self._config, dataclasses.replace(seat, incarnation=incarnation), link)
 
     def __call__(self) -> Any:
         """Called by Ray Train: in its controller at every start of the worker group, or in local mode."""
@@ -312,33 +312,9 @@ class LanceStream:
         self.close()
 
 
-def _saved_version(version: int | None, states: Streams | None) -> int | None:
-    """Returns the version to check arguments against: the one that will be read, which a state may name."""
-    saved = {state.provenance.table.version for state in (states or {}).values()}
-    return saved.pop() if version is None and len(saved) == 1 else version
-
-
-def _transform(function: Callable[..., Any] | None) -> Transform | None:
-    if function is None:
-        return None
+def _transform(function: Callable[..., Any]) -> Transform:
     from ray_lance_stream.transform import Transform
 
     transform = Transform(function)
     transform.validate_picklable(cloudpickle.dumps)
     return transform
-
-
-def _pickled(recipe: BlockRecipe) -> bytes:
-    dumps: Any = cloudpickle.dumps  # untyped
-    try:
-        data: bytes = dumps(recipe)
-    except Exception as error:
-        raise ConfigError(
-            explain(
-                "connection_factory cannot be pickled",
-                found=f"{type(error).__name__}: {error}",
-                expected="a function that other processes can import or rebuild",
-                remedy="open connections inside the function, and keep none in its closure",
-            )
-        ) from error
-    return data

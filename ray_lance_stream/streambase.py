@@ -9,9 +9,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import StateError, StateMismatchError, explain
-from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import PlanSpec
-from ray_lance_stream.provenance import Provenance, reconcile
+from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.reader import ReadAhead
 from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.sifting import SkipLog
@@ -64,13 +63,12 @@ class StreamBase(ABC, Generic[C]):
         config: The stream.
         owned: The splits to read.
         cursor: Where to begin.
-        packing: How rows become blocks, if they do.
     """
 
-    def __init__(self, config: StreamConfig, owned: range, cursor: C, packing: Packing | None = None) -> None:
+    def __init__(self, config: StreamConfig, owned: range, cursor: C) -> None:
         self.config = config
         self.owned = owned
-        self.provenance = Provenance(table=config.identity, order=config.order, packing=packing)
+        self.provenance = config.provenance
         self.cursor = cursor
         self.reader: SurvivorReader | None = None
         self.skips = SkipLog()
@@ -98,14 +96,7 @@ class StreamBase(ABC, Generic[C]):
             StateMismatchError: The state belongs to other data; the message names the field.
             StateError: It was taken within a cycle, and this is one of several ranks.
         """
-        config = self.config
-        order = reconcile(
-            state.provenance,
-            config.order,
-            packing=self._packing(state),
-            seed_given=config.seed_given,
-            allow_changes=config.allow_changes,
-        )
+        provenance = self.config.continued(state.provenance)
         if epoch_given and state.epoch != epoch_given:
             raise StateMismatchError(
                 explain(
@@ -120,8 +111,7 @@ class StreamBase(ABC, Generic[C]):
             )
         cursor = self._at(state)
         self.drop_reader()
-        table = config.identity if "table" in config.allow_changes else state.provenance.table
-        self.provenance = replace(state.provenance, table=table, order=order)  # its packing is ours, or we adopt it
+        self.provenance = provenance
         self.cursor = cursor
         self._handle = None
 
@@ -182,11 +172,6 @@ class StreamBase(ABC, Generic[C]):
     def _at(self, state: StreamState) -> C:
         """Returns the cursor at a state that belongs to this stream's data."""
 
-    def _packing(self, state: StreamState) -> Packing | None:
-        """Returns how this stream packs when it continues a state."""
-        del state
-        return self.provenance.packing
-
     def _next_epoch(self) -> None:
         self.drop_reader()
         self.cursor = self._start(self.cursor.epoch + 1)
@@ -212,12 +197,15 @@ class StreamBase(ABC, Generic[C]):
             self._handle = handle
         return self._handle
 
-    def _new_reader(self, source: BlockSource, samples: list[int], *, in_step: bool = True) -> SurvivorReader:
+    def _new_reader(
+        self, source: BlockSource, samples: list[int], positions: list[int], *, in_step: bool = True
+    ) -> SurvivorReader:
         """Returns a reader from the cursor on.
 
         Args:
             source: Where blocks come from.
             samples: The number of each owned split's next survivor.
+            positions: The first position to read of each.
             in_step: Whether all splits are consumed alike.
         """
         handle, prefetch = self._opened(source), self.config.prefetch
@@ -226,7 +214,7 @@ class StreamBase(ABC, Generic[C]):
             handle,
             self.owned,
             samples=samples,
-            positions=self.cursor.positions[self.owned.start : self.owned.stop],
+            positions=positions,
             rows_per_split=self._rows_per_split(source),
             read_ahead=ReadAhead(max_bytes=prefetch.max_buffer_bytes, block_bytes=prefetch.block_bytes),
             in_step=in_step,

@@ -77,16 +77,18 @@ def token_lists(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def with_estimate(packing: Packing, recipe: BlockRecipe, spec: PlanSpec) -> Packing:
-    """Returns the packing with the number of blocks that LanceDB would estimate, and warns that it is an estimate.
+    """Returns the packing with its number of blocks: for "auto" LanceDB's estimate, with a warning that it is one.
 
     Args:
-        packing: With ``blocks_per_epoch="auto"``.
+        packing: What the user gave.
         recipe: How to read the table; documents that its policy would skip count as none.
         spec: The plan of an epoch.
 
     Raises:
         ValueError: A list in the sample is null, and the policy does not skip it.
     """
+    if packing.blocks_per_epoch != "auto":
+        return packing
     builder = BlockBuilder(dataclasses.replace(recipe, transform=None, policy=None))
     handle, matching = builder.open_plan(spec)
     plan = Plan(spec, handle.num_rows, matching)

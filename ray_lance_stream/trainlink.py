@@ -19,8 +19,8 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import MissingStateError, StateError, StateMismatchError, explain
 from ray_lance_stream.link import open_shards
-from ray_lance_stream.plan import OrderSpec
 from ray_lance_stream.position import Position
+from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import with_way_back
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
@@ -62,8 +62,9 @@ class TrainLink(RayLink):
         open_shards[shard.name] = shard
         if self.seat.world_rank == 0:
             logger.info(
-                "stream %r: epoch %d, step %d; %d rows an epoch, %d left out",
-                *(shard.name, shard.epoch, shard.step, shard.num_rows, shard.dropped_rows),
+                "stream %r: epoch %d, step %d; %d %s an epoch, %d rows of the table left out",
+                *(shard.name, shard.epoch, shard.step),
+                *(shard.num_rows, "rows" if shard.packing is None else "packed blocks", shard.dropped_rows),
             )
 
     def device(self) -> Any:
@@ -98,11 +99,16 @@ def saved_state(config: StreamConfig, name: str) -> StreamState | None:
 
 
 def _check_not_renamed(config: StreamConfig, name: str, states: Streams, where: str) -> None:
-    def same_data(order: OrderSpec) -> bool:
-        seed = config.order.shuffle_seed if config.seed_given else order.shuffle_seed
-        return order == replace(config.order, shuffle_seed=seed)
+    strict = replace(config, allow_changes=())
 
-    twins = [other for other, state in states.items() if same_data(state.provenance.order)]
+    def same_data(saved: Provenance) -> bool:
+        try:
+            strict.continued(replace(saved, table=config.identity))
+        except StateMismatchError:
+            return False
+        return True
+
+    twins = [other for other, state in states.items() if same_data(state.provenance)]
     if twins and config.on_missing_state == "error":
         raise MissingStateError(
             explain(

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ class Log:
         self._file.flush()
 
 
+def ids_of(batch: Any) -> list[int]:
+    """The ids of a batch's rows; of packed blocks a checksum of each."""
+    if "input_ids" not in batch:
+        return [int(i) for i in batch["id"]]
+    pairs = zip(batch["input_ids"], batch["doc_ids"], strict=True)
+    return [zlib.crc32(ids.tobytes() + docs.tobytes()) for ids, docs in pairs]
+
+
 def checkpoint_of(content: dict[str, Any]) -> tuple[tempfile.TemporaryDirectory[str], Checkpoint]:
     directory = tempfile.TemporaryDirectory()
     Path(directory.name, "weights.json").write_text(json.dumps(content))
@@ -65,7 +74,7 @@ def loop(config: dict[str, Any]) -> None:
     log.event(start=[shard.epoch, shard.step], prefetchers=prefetchers_of(shard))
     for epoch in range(shard.epoch, config.get("epochs", 2)):
         for batch in shard.iter_batches(micro_batch_size=config.get("micro_batch_size")):
-            log.batch(epoch, batch["id"])
+            log.batch(epoch, ids_of(batch))
             if not shard.is_step_end:
                 continue
             for fault in config.get("faults_before", []):

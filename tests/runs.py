@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
+from loops import ids_of
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -107,7 +108,7 @@ def opened_here(stream: LanceStream, name: str = "train") -> Any:
 def reference(stream: LanceStream, epochs: int) -> Batches:
     """What one uninterrupted reader in this process gets."""
     with opened_here(stream) as shard:
-        return {(e, shard.step): b["id"].tolist() for e in range(epochs) for b in shard.iter_batches()}
+        return {(e, shard.step): ids_of(b) for e in range(epochs) for b in shard.iter_batches()}
 
 
 def opened(stream: LanceStream) -> Any:

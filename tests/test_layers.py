@@ -62,11 +62,14 @@ ORDER = (
     "flight",
     "reader",
     "survivors",
+    "packedreader",
     "checkpoint",
     "resuming",
     "gathering",
+    "opening",
     "position",
     "groupagreement",
+    "readers",
     "agreement",
     "link",
     "core",
@@ -105,6 +108,7 @@ ORDER = (
     "train",
     "mapbatches",
     "datasource",
+    "outside",
     "stream",
     "testing",
     # The command line.
@@ -160,7 +164,16 @@ ROWS_TO_BLOCKS = (
     "block",
     "tokens",
 )
-RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource", "datasource", "mapbatches")  # and cluster/
+RAY_MODULES = (
+    "trainlink",
+    "saving",
+    "train",
+    "outside",
+    "stream",
+    "rowsource",
+    "datasource",
+    "mapbatches",
+)  # and cluster/
 TORCH_MODULES = ("packedstream", "dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
@@ -173,6 +186,7 @@ LANCE_MODULES = {
     "rowlists",
     "block",
     "tokens",
+    "opening",
     "local",
     "rowsource",
     "datasource",

@@ -262,7 +262,7 @@ def test_what_lies_beyond_the_epoch_is_not_held() -> None:
 def test_a_cursor_after_any_block_continues_bit_for_bit(case: Case, at_once: int) -> None:
     for blocks, packer in stops(case):
         saved = json.loads(json.dumps(cursors_to_json([packer.cursor()])))
-        assert saved["buffers"] == {}
+        assert saved["pack_tokens"] == {}
         (cursor,) = cursors_from_json(saved, 1)
         assert cursor == packer.cursor() == reference_cursor(case.documents, case.size, blocks)
         assert SplitPacker(case.packing, cursor).cursor() == cursor, "also before it was fed anything"
@@ -276,14 +276,14 @@ def test_a_cursor_after_any_block_continues_bit_for_bit(case: Case, at_once: int
 def test_the_form_of_lancedb_continues_bit_for_bit(case: Case, at_once: int) -> None:
     """And again from any state taken after that, while its tokens last and when they are gone."""
     for blocks, packer in stops(case):
-        theirs = json.loads(json.dumps(cursors_to_lancedb([packer.buffered_cursor()])))
+        theirs = json.loads(json.dumps(cursors_to_lancedb([packer.place().buffered()])))
         (cursor,) = cursors_from_lancedb(theirs, 1)
         assert cursor.offset == 0
         for later, other in stops(case, cursor, at_once):
             saved = json.loads(json.dumps(cursors_to_json([other.cursor()])))
             (resumed,) = cursors_from_json(saved, 1)
             assert rest_of(SplitPacker(case.packing, resumed), case.documents, at_once) == case.blocks[later:]
-            again = json.loads(json.dumps(cursors_to_lancedb([other.buffered_cursor()])))
+            again = json.loads(json.dumps(cursors_to_lancedb([other.place().buffered()])))
             (resumed,) = cursors_from_lancedb(again, 1)
             assert rest_of(SplitPacker(case.packing, resumed), case.documents, at_once) == case.blocks[later:]
             if (later - blocks) * case.size >= len(cursor.buffer.tokens):
@@ -307,7 +307,7 @@ def test_a_buffer_of_several_documents(case: Case, data: st.DataObject) -> None:
         "pack_buffers": {0: {"tokens": tokens[head:], "starts": starts}},
     }
     (cursor,) = cursors_from_lancedb(state, 1)
-    assert cursors_to_lancedb([SplitPacker(case.packing, cursor).buffered_cursor()]) == state
+    assert cursors_to_lancedb([SplitPacker(case.packing, cursor).place().buffered()]) == state
     for later, packer in stops(case, cursor):
         (resumed,) = cursors_from_json(json.loads(json.dumps(cursors_to_json([packer.cursor()]))), 1)
         assert rest_of(SplitPacker(case.packing, resumed), case.documents) == case.blocks[later:]
@@ -388,7 +388,7 @@ def drained(dataset: Any) -> list[Block]:
 def state_for_lancedb(packers: list[SplitPacker], blocks: int) -> dict[str, Any]:
     fixed = {"shuffle_seed": 0, "epoch": 0, "pack_sequences": SIZE, "eos_id": EOS, "pad_id": PAD}
     sizes = {"num_splits": len(packers), "blocks_per_epoch": blocks * len(packers)}
-    return fixed | sizes | cursors_to_lancedb([packer.buffered_cursor() for packer in packers])
+    return fixed | sizes | cursors_to_lancedb([packer.place().buffered() for packer in packers])
 
 
 def corpus_of(path: Path, num_splits: int, rows: int, *, nulls: bool = False) -> Corpus:
@@ -619,10 +619,11 @@ def test_documents_that_are_not_those_of_the_state() -> None:
             fresh().feed(np.ones(length, dtype=np.int64), np.array([length]), np.array(positions))
     with pytest.raises(StateError, match="the split's end"):
         fresh().pad_out()
-    with pytest.raises(StateError, match="nothing yet"):
-        fresh().buffered_cursor()
+    assert fresh().place().buffered() == cursor, "the tokens of LanceDB's form are not known yet"
     packer = fresh()
+    assert packer.tokens_wanted == 3 + 2 * 4, "the document comes whole, with what earlier blocks have of it"
     packer.feed(np.array([7, 8, 9]), np.array([3]))
+    assert packer.tokens_wanted == 2 * 4 - 1
     packer.pad_out()
     assert taken(packer.pop(1)) == [([EOS, PAD, PAD, PAD], [0] * 4)], "the separator alone was left"
     with pytest.raises(StateError, match=r"more blocks than the epoch.*Found: 4"):
@@ -685,12 +686,13 @@ ODD_BUFFERS: list[Any] = [
 def test_the_saved_form_is_pinned() -> None:
     """Users have files with these keys."""
     buffer = {"1": {"tokens": [7, 8], "starts": [1]}}
-    assert {"documents": [4, 5], "offsets": [2, 0], "blocks": [3, 3], "buffers": buffer} == OURS
+    counts = {"samples_consumed_per_split": [4, 5], "blocks_emitted_per_split": [3, 3]}
+    assert counts | {"pack_offsets": [2, 0], "pack_tokens": buffer} == OURS
     assert cursors_to_json(cursors_from_json(OURS, 2)) == OURS
     assert cursors_to_lancedb(cursors_from_lancedb(THEIRS, 2)) == THEIRS
 
 
-@pytest.mark.parametrize("key", ["documents", "offsets", "blocks"])
+@pytest.mark.parametrize("key", ["samples_consumed_per_split", "pack_offsets", "blocks_emitted_per_split"])
 @pytest.mark.parametrize("value", ODD, ids=repr)
 def test_a_damaged_state_of_ours_is_refused(key: str, value: Any) -> None:
     with pytest.raises(StateError, match="Remedy: "):
@@ -707,17 +709,17 @@ def test_a_damaged_state_of_theirs_is_refused(key: str, value: Any) -> None:
 @pytest.mark.parametrize("value", ODD_BUFFERS, ids=repr)
 def test_damaged_buffers_are_refused(value: Any) -> None:
     with pytest.raises(StateError, match="Remedy: "):
-        cursors_from_json(OURS | {"buffers": value}, 2)
+        cursors_from_json(OURS | {"pack_tokens": value}, 2)
     with pytest.raises(StateError, match="Remedy: "):
         cursors_from_lancedb(THEIRS | {"pack_buffers": value}, 2)
 
 
 def test_things_that_are_no_packed_state() -> None:
-    odd: list[Any] = [None, [], 3, "{}", {}, {"documents": [0]}]
+    odd: list[Any] = [None, [], 3, "{}", {}, {"samples_consumed_per_split": [0]}]
     for value in odd:
         with pytest.raises(StateError):
             cursors_from_json(value, 1)
         with pytest.raises(StateError):
             cursors_from_lancedb(value, 1)
     with pytest.raises(StateError, match="offsets"):
-        cursors_from_json(OURS | {"offsets": [2, 1]}, 2)  # tokens before a document already begun
+        cursors_from_json(OURS | {"pack_offsets": [2, 1]}, 2)  # tokens before a document already begun

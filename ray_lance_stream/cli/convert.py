@@ -108,8 +108,11 @@ def _verify(found: object, expected: object, path: str) -> None:
 def _say(path: str, streams: Streams) -> None:
     click.echo(f"wrote {text.printable(path)}")
     for name, state in streams.items():
-        rows = text.plural(sum(state.samples.to_list()), "row")
-        click.echo(f"  {text.printable(name)}: epoch {state.epoch}, {rows} consumed")
+        unit, counts = "row", state.samples.to_list()
+        if state.packed is not None:
+            unit, counts = "block", [cursor.blocks for cursor in state.packed]
+        consumed = text.plural(sum(counts), unit)
+        click.echo(f"  {text.printable(name)}: epoch {state.epoch}, {consumed} consumed")
 
 
 def _refused(what: str, found: str, expected: str, remedy: str) -> Exception:

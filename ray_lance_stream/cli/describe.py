@@ -19,6 +19,14 @@ def provenance_of(state: StreamState) -> Facts:
 
 def progress_of(state: StreamState) -> Facts:
     """Returns how far a state is."""
+    if state.packed is not None:
+        return {
+            "epoch": state.epoch,
+            "blocks_consumed": sum(cursor.blocks for cursor in state.packed),
+            "cycles_completed": state.completed_cycles,
+            "blocks_per_split": sorted({cursor.blocks for cursor in state.packed}),
+            "documents_begun": sum(cursor.begun for cursor in state.packed),
+        }
     samples, positions = state.samples.to_list(), state.positions.to_list()
     skipped = {str(split): p - s for split, (p, s) in enumerate(zip(positions, samples, strict=True)) if p > s}
     return {
@@ -35,7 +43,7 @@ def progress_of(state: StreamState) -> Facts:
     }
 
 
-def step_of(state: StreamState, global_batch_size: int) -> Facts:
+def step_of(state: StreamState, global_batch_size: int, *, drop_last: bool = False) -> Facts:
     """Returns the step of a state whose table is not at hand.
 
     Raises:
@@ -43,17 +51,19 @@ def step_of(state: StreamState, global_batch_size: int) -> Facts:
     """
     from ray_lance_stream.topology import StepPlan
 
-    done = state.completed_cycles
+    done, packing = state.completed_cycles, state.provenance.packing
     steps = StepPlan(
         num_splits=state.provenance.order.num_splits,
-        rows_per_split=done + global_batch_size,  # the epoch's end is not known, but is not before this step's
+        # Of rows the epoch's end is not known, but is not before this step's.
+        rows_per_split=done + global_batch_size if packing is None else packing.blocks_per_split,
         global_batch_size=global_batch_size,
+        drop_last=drop_last and packing is not None,
     )
-    return {
-        "global_batch_size": global_batch_size,
-        "step": steps.steps_done(done),
-        "cycles_into_next_step": done - steps.cycles(steps.step_of(done)).start,
-    }
+    found: Facts = {"global_batch_size": global_batch_size, "step": steps.steps_done(done)}
+    if packing is not None:
+        found["num_steps"] = steps.num_steps
+    inside = 0 if done >= steps.end_cycle else done - steps.cycles(steps.step_of(done)).start
+    return found | {"cycles_into_next_step": inside}
 
 
 def left_of(state: StreamState, plan: OfflinePlan, global_batch_size: int | None, *, drop_last: bool) -> Facts:

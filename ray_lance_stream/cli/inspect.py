@@ -16,7 +16,7 @@ _SHOWN_SPLITS: Final = 8  # of those that differ; the rest is counted
 # Fields of the provenance that have a line of their own below.
 _TOLD: Final = {
     "num_splits", "shuffle", "shuffle_seed", "shuffle_clump_size", "order", "plan_format", "filter",
-    "table_version", "table_fingerprint",
+    "table_version", "table_fingerprint", "pack_sequences",
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def inspect(
         if uri is not None and table is not None:
             entry["table"] = _in_table(state, uri, table, storage_options, global_batch_size, drop_last)
         elif global_batch_size is not None:
-            entry["steps"] = describe.step_of(state, global_batch_size)
+            entry["steps"] = describe.step_of(state, global_batch_size, drop_last=drop_last)
         found[stream] = entry
     if json_output:
         click.echo(text.as_json({"path": loaded.path, "files": loaded.files, "streams": found}))
@@ -103,12 +103,12 @@ def _files_text(files: tuple[str, ...]) -> str:
 def _facts(entry: dict[str, Any]) -> list[tuple[str, str]]:
     progress, provenance, table = entry["progress"], entry["provenance"], entry.get("table")
     pairs = [("epoch", f"{progress['epoch']} (counted from 0)"), ("consumed", _consumed_text(progress, provenance))]
-    skipped = progress["rows_skipped_per_split"]
+    skipped = progress.get("rows_skipped_per_split")
     if skipped:
         pairs.append(("skipped", f"{text.plural(sum(skipped.values()), 'row')} ({_splits_text(skipped)})"))
     steps = table if table is not None and "step" in table else entry.get("steps")
     if steps is not None:
-        pairs.append(("step", _step_text(steps)))
+        pairs.append(("step", _step_text(steps, "row" if provenance["pack_sequences"] is None else "block")))
     if table is not None:
         pairs.append(("left", _left_text(table)))
         dropped = table["dropped_rows"]
@@ -118,6 +118,8 @@ def _facts(entry: dict[str, Any]) -> list[tuple[str, str]]:
     pairs.append(("filter", "none" if provenance["filter"] is None else text.printable(provenance["filter"])))
     pairs.append(("order", _order(provenance)))
     pairs.append(("splits", text.number(provenance["num_splits"])))
+    if provenance["pack_sequences"] is not None:
+        pairs.append(("packing", _packing_text(provenance["pack_sequences"])))
     for field, value in provenance.items():
         if field not in _TOLD and value is not None:
             pairs.append((field, text.cell(value)))
@@ -131,7 +133,14 @@ def _order(provenance: dict[str, Any]) -> str:
 
 
 def _consumed_text(progress: dict[str, Any], provenance: dict[str, Any]) -> str:
-    splits, counts = provenance["num_splits"], progress["rows_per_split"]
+    splits = provenance["num_splits"]
+    if "blocks_per_split" in progress:
+        given = " or ".join(map(text.number, progress["blocks_per_split"]))
+        return (
+            f"{text.plural(progress['blocks_consumed'], 'block')}: {given} of each of {text.plural(splits, 'split')}, "
+            f"from {text.plural(progress['documents_begun'], 'document')}"
+        )
+    counts = progress["rows_per_split"]
     rows = text.plural(progress["rows_consumed"], "row")
     if not counts["different"]:
         return f"{rows}: {text.number(counts['most'])} of each of {text.plural(splits, 'split')}"
@@ -148,9 +157,16 @@ def _splits_text(counts: dict[str, int]) -> str:
     return ", ".join(shown + more)
 
 
-def _step_text(steps: dict[str, Any]) -> str:
+def _packing_text(packing: dict[str, int]) -> str:
+    return (
+        f"blocks of {text.plural(packing['pack_sequences'], 'token')}, {text.number(packing['blocks_per_epoch'])} "
+        f"in an epoch; eos_id {packing['eos_id']}, pad_id {packing['pad_id']}"
+    )
+
+
+def _step_text(steps: dict[str, Any], unit: str) -> str:
     of = f" of {steps['num_steps']:,}" if "num_steps" in steps else ""
-    done = f"{steps['step']:,}{of} finished, with global batches of {text.plural(steps['global_batch_size'], 'row')}"
+    done = f"{steps['step']:,}{of} finished, with global batches of {text.plural(steps['global_batch_size'], unit)}"
     inside = steps["cycles_into_next_step"]
     if not inside:
         return done

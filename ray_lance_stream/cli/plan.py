@@ -48,7 +48,8 @@ def plan(
 
     A step is one global batch, of which every replica (as a rule a training worker) gets its share. The options are
     those of LanceStream, PrefetchConfig and iter_batches. Sizes are those of a few rows that are read for it, before
-    any transform.
+    any transform. It counts rows; of a stream with pack_sequences an epoch is its blocks_per_epoch, whatever the table
+    holds, and inspect shows a checkpoint of it.
 
     \b
     Example:

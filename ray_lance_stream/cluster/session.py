@@ -193,7 +193,7 @@ class RayLink:
         """See ``Link``."""
         if not self.session.is_alive(config.prefetch.placement_timeout_s):
             raise StreamClosedError("the stream's actors have ended; open the stream again")
-        self._partial = config.sifts and seat.replica.dp_size > 1
+        self._partial = config.is_uneven and seat.replica.dp_size > 1
         source = RaySource(self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s)
         source.keep_reporting(self._holder)
         return source
