@@ -25,7 +25,7 @@ pytestmark = [
 ROWS, SPLITS = 400, 4
 # Without shuffling split s holds rows 100 * s and on. Two in one block, two cycles apart, and one much later.
 VICTIMS = frozenset({130, 232, 60})
-SMALL_BLOCKS = PrefetchConfig(block_bytes=500, max_buffer_bytes=2000)  # of 16 rows
+SMALL_BLOCKS = PrefetchConfig(block_bytes=130, max_buffer_bytes=500)  # of 16 rows of 8 bytes
 
 
 class Deadly:
@@ -91,7 +91,7 @@ def test_rows_that_kill_are_skipped_and_listed(tables: Tables, tmp_path: Path) -
     assert seen == expected
     assert state["positions_consumed_per_split"] == [40, 41, 41, 40]
 
-    larger = PrefetchConfig(block_bytes=1000, max_buffer_bytes=4000)
+    larger = PrefetchConfig(block_bytes=260, max_buffer_bytes=1000)
     with stream_of(tables, log, prefetch=larger, resume_from=state).open(rank=0, world_size=2) as shard:
         mine = [batch["id"].tolist() for batch in shard.iter_batches()]
         assert [row.row_number for row in shard.skipped] == [60]
