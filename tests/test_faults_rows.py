@@ -126,6 +126,16 @@ def test_a_function_is_asked(tables: Tables, tmp_path: Path) -> None:
     assert len(seen) > 16
 
 
+def test_first_rows_that_kill_are_skipped(tables: Tables, tmp_path: Path) -> None:
+    """The rows that fix the schema are built when the plan is opened, by whichever prefetcher."""
+    first = frozenset({0, 101})
+    expected = in_process(stream_of(tables, None, transform=Deadly(first, None)))
+    with opened(stream_of(tables, None, transform=Deadly(first, tmp_path / "deaths"))) as shard:
+        batches = iter(shard.iter_batches(prefetch_batches=0))
+        assert [next(batches)["id"].tolist() for _ in range(3)] == expected[:3]
+        assert sorted(row.row_number for row in shard.skipped) == sorted(first)
+
+
 def test_a_dataset_skips_rows_that_kill(tables: Tables, tmp_path: Path) -> None:
     import lancedb
 
