@@ -10,11 +10,10 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +24,7 @@ from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.readable import ReadableTable, check_identity
+from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
@@ -73,8 +73,8 @@ class BlockBuilder:
 
     def __init__(self, recipe: BlockRecipe) -> None:
         self._recipe = recipe
-        self._tables: Cache[int, ReadableTable] = Cache(_OPEN_VERSIONS)
-        self._plans: Cache[str, Plan] = Cache(_OPEN_PLANS)
+        self._tables: Recent[int, ReadableTable] = Recent(_OPEN_VERSIONS)
+        self._plans: Recent[str, Plan] = Recent(_OPEN_PLANS)
         self._rows_in_transform = 0
         self._count_lock = threading.Lock()
 
@@ -302,25 +302,3 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     if len(batches) != 1:
         raise TransformError(f"a block of {table.num_rows} rows does not fit one Arrow batch; use smaller blocks")
     return batches[0]
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Cache(OrderedDict[K, V]):
-    """The last few values made, each made once even if several threads ask at the same time."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-        self._lock = threading.Lock()
-
-    def get(self, key: K, make: Callable[[], V]) -> V:  # type: ignore[override]
-        with self._lock:
-            if key not in self:
-                self[key] = make()
-                while len(self) > self._size:
-                    self.popitem(last=False)
-            self.move_to_end(key)
-            return self[key]

@@ -35,7 +35,9 @@ class PrefetchConfig:
         max_buffer_bytes: Most bytes of blocks requested and not yet handed over, for the whole stream;
             each training worker gets an equal part. Exceptions: a worker may always have one block and the
             blocks of the step under way; blocks not yet built count at their expected size, so that rows
-            which suddenly grow overshoot once, by the blocks in flight.
+            which suddenly grow overshoot once, by the blocks being built at that moment. What building takes
+            besides, in a prefetcher or a thread of this process, is two or three times a block for each of two
+            blocks at a time, and what the transform itself allocates.
         block_bytes: Size blocks grow to, the first ones being smaller.
         placement_timeout_s: How long to wait for the first prefetcher to start.
         idle_timeout_s: After so long without a living consumer the stream's actors end by themselves.

@@ -61,7 +61,8 @@ class StreamingDataset(IterableDataset[Any]):
             object for each row. Rows are dicts without one.
         transform_parallelism: Threads that may be inside ``transform`` at a time.
         on_transform_error: "raise", "skip", "warn", a function of the exception that returns whether to skip, or a
-            ``ReplaceRow``. See :attr:`skipped`.
+            ``ReplaceRow``. See :attr:`skipped`. With prefetchers also for rows that kill their process
+            (``DeadlyRowError``); in this process such a row ends it.
         transform_queue_depth: Accepted; has no use here, see ``max_buffer_bytes``.
         connection_factory: Called with the table's name, returns the open table: how other processes open it.
         worker_info_override: An object with ``id`` and ``num_workers`` instead of torch's worker info.

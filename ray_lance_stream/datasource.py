@@ -13,12 +13,13 @@ import ray
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from ray_lance_stream.block import BlockBuilder, BlockRecipe, Cache
+from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.topology import StepPlan
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ray.data.context import DataContext
 
 # A worker of Ray Data serves many tasks, of two datasets by turns perhaps; the table stays open in between.
-_builders: Cache[str, BlockBuilder] = Cache(2)
+_builders: Recent[str, BlockBuilder] = Recent(2)
 
 
 class StreamDatasource(Datasource):

@@ -56,7 +56,8 @@ class ErrorPolicy:
     Args:
         on_transform_error: "raise" ends the iteration with the error; "skip" leaves the row out; "warn" does so
             and says it; a function of the exception returns whether to leave the row out; a :class:`ReplaceRow`
-            puts another row in its place.
+            puts another row in its place. With prefetchers it holds as well for a row that kills every process that
+            reads it, by running out of memory say; the error is then a ``DeadlyRowError``.
 
     Raises:
         ConfigError: It is none of these.

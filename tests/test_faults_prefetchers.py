@@ -91,6 +91,7 @@ class _Killer:
         return batch
 
 
+@pytest.mark.timeout(900)  # nine processes die, one after the other, and others are started
 def test_a_row_that_kills_its_reader_is_named(tables: Tables, tmp_path: Any) -> None:
     log = tmp_path / "deaths"
     plain = tables.stream(ROWS)

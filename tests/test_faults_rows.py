@@ -25,7 +25,7 @@ pytestmark = [
 ROWS, SPLITS = 400, 4
 # Without shuffling split s holds rows 100 * s and on. Two in one block, two cycles apart, and one much later.
 VICTIMS = frozenset({130, 232, 60})
-SMALL_BLOCKS = PrefetchConfig(block_bytes=500, max_buffer_bytes=2000)  # of 16 rows
+SMALL_BLOCKS = PrefetchConfig(block_bytes=130, max_buffer_bytes=500)  # of 16 rows of 8 bytes
 
 
 class Deadly:
@@ -91,7 +91,7 @@ def test_rows_that_kill_are_skipped_and_listed(tables: Tables, tmp_path: Path) -
     assert seen == expected
     assert state["positions_consumed_per_split"] == [40, 41, 41, 40]
 
-    larger = PrefetchConfig(block_bytes=1000, max_buffer_bytes=4000)
+    larger = PrefetchConfig(block_bytes=260, max_buffer_bytes=1000)
     with stream_of(tables, log, prefetch=larger, resume_from=state).open(rank=0, world_size=2) as shard:
         mine = [batch["id"].tolist() for batch in shard.iter_batches()]
         assert [row.row_number for row in shard.skipped] == [60]
@@ -124,6 +124,16 @@ def test_a_function_is_asked(tables: Tables, tmp_path: Path) -> None:
         assert sorted(row.row_number for row in shard.skipped) == [130, 232]
     assert seen == in_process(stream_of(tables, None))[: len(seen)]
     assert len(seen) > 16
+
+
+def test_first_rows_that_kill_are_skipped(tables: Tables, tmp_path: Path) -> None:
+    """The rows that fix the schema are built when the plan is opened, by whichever prefetcher."""
+    first = frozenset({0, 101})
+    expected = in_process(stream_of(tables, None, transform=Deadly(first, None)))
+    with opened(stream_of(tables, None, transform=Deadly(first, tmp_path / "deaths"))) as shard:
+        batches = iter(shard.iter_batches(prefetch_batches=0))
+        assert [next(batches)["id"].tolist() for _ in range(3)] == expected[:3]
+        assert sorted(row.row_number for row in shard.skipped) == sorted(first)
 
 
 def test_a_dataset_skips_rows_that_kill(tables: Tables, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ ORDER = (
     "userplan",
     "rowlists",
     "trial",
+    "recent",
     "block",
     "tokens",
     # Blocks to batches.
@@ -161,6 +162,7 @@ ROWS_TO_BLOCKS = (
     "userplan",
     "rowlists",
     "trial",
+    "recent",
     "block",
     "tokens",
 )

@@ -176,7 +176,10 @@ def test_the_prefetcher_with_fewer_open_requests_is_asked(cluster: Cluster) -> N
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), UNAVAILABLE, lost(), WorkerCrashedError()])
-def test_a_prefetcher_that_fails_is_passed_over_for_longer_and_longer(cluster: Cluster, error: Exception) -> None:
+def test_a_prefetcher_that_fails_is_passed_over_for_longer_and_longer(
+    cluster: Cluster, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_SUSPECTED_AFTER", 1000)  # the prefetcher is to blame, not the block
     source, (bad, good) = cluster.source(), cluster.actors
     for _ in range(6):
         source.request(source.plan(spec()), RANGES)
@@ -535,6 +538,20 @@ def test_a_block_is_examined_after_three_processes_died_with_it(cluster: Cluster
         if deaths >= 3:
             source.request(handle, RANGES)
     assert deaths == 3 and cluster.examine.calls == [(handle, RANGES)]
+
+
+def test_where_processes_start_slowly_a_block_is_examined_before_its_window_is_over(cluster: Cluster) -> None:
+    del cluster.actors[1]
+    source = cluster.source()
+    handle = source.plan(spec())
+    cluster.examine.answer = lambda *_: Findings([RANGES])
+    die(cluster, source, handle)
+    cluster.now += 29
+    die(cluster, source, handle, other_process=False)
+    assert not cluster.examine.calls
+    cluster.now += 2
+    source.request(handle, RANGES)
+    assert len(cluster.examine.calls) == 1
 
 
 def test_the_row_that_kills_is_the_error_and_it_is_final(cluster: Cluster) -> None:

@@ -63,6 +63,7 @@ class Requests:
         self._pool = Pool(self.meter)
         self._open: dict[Request, None] = {}  # not yet settled, oldest first: that is the one waited for
         self._deaths: dict[tuple[str, Ranges], set[Any]] = {}  # processes that died while they had the block to build
+        self._died_at: dict[tuple[str, Ranges], float] = {}  # when the first of them did
         self._rows_lost: dict[str, PlanHandle] = {}  # handles whose list of matching rows is gone
         self._closed = threading.Event()
         self._jobs: Jobs = queue.SimpleQueue()
@@ -101,10 +102,20 @@ class Requests:
         with self._lock:
             return len(self._deaths.get(request.key, ()))
 
+    def dying_s(self, request: Request) -> float:
+        """Returns for how many seconds this block has been lost with processes; 0 if none died with it."""
+        with self._lock:
+            now = time.monotonic()
+            return now - self._died_at.get(request.key, now)
+
     def acquit(self, request: Request) -> None:
         """Forgets the processes that died with this block."""
         with self._lock:
-            self._deaths.pop(request.key, None)
+            self._forget_deaths(request)
+
+    def _forget_deaths(self, request: Request) -> None:
+        self._deaths.pop(request.key, None)
+        self._died_at.pop(request.key, None)
 
     def rows_lost(self) -> list[PlanHandle]:
         """Returns, once, the handles of plans whose list of matching rows is gone."""
@@ -167,7 +178,7 @@ class Requests:
             self._pool.remove(call, now, answered=answered, lost=lost)
             if error is None:
                 call.member.worked()
-                self._deaths.pop(request.key, None)
+                self._forget_deaths(request)
             else:
                 self._note_failure(request, call, process, error)
             final = error is None or isinstance(cause_of(error), LanceStreamError)
@@ -195,6 +206,7 @@ class Requests:
             call.member.failed(time.monotonic())
             if isinstance(error, RayActorError) and call.begun_at is not None:
                 died = self._deaths.setdefault(request.key, {"the first, whichever it was"})
+                self._died_at.setdefault(request.key, time.monotonic())
                 # A prefetcher that is just being started again fails at once, and no block is to blame for it.
                 if process is not None and process.done() and process.exception() is None:
                     died.add(process.result())

@@ -28,6 +28,7 @@ _LONGEST_DELAY_S: Final = 2.0
 _REFRESH_EVERY_S: Final = 1.0
 _POLL_S: Final = 0.5  # how soon a call that waits for the coordinator learns that the source was closed
 _PLANS: Final = 4  # the epoch that ends, the one that begins, and a few to go back to
+_SUSPECTED_AFTER: Final = 0.5  # the part of the retry window after which a block that was lost is suspected as well
 _DEATHS: Final = 3  # processes that died with a block, before the block is suspected and not they
 
 
@@ -71,7 +72,10 @@ class RaySource:
             parts = self._parts.get(request.key)
         if parts is not None:
             self._send_in_parts(request, parts)
-        elif self._requests.deaths_with(request) >= _DEATHS:
+        elif self._requests.deaths_with(request) >= _DEATHS or (
+            # Where processes take long to start, as many would not have died before the window is over.
+            self._requests.dying_s(request) > self._retry_window_s * _SUSPECTED_AFTER
+        ):
             self._examine(request)
         else:
             self._requests.send(request)
