@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.errors import (
         BlockError,
         ConfigError,
+        DeadlyRowError,
         LanceStreamError,
         LockstepError,
         MissingStateError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     )
     from ray_lance_stream.gathering import gather_state_dict, load_rank_states, save_rank_state
     from ray_lance_stream.loader import StreamingDataLoader
+    from ray_lance_stream.mapbatches import MapBatches
     from ray_lance_stream.saving import report, save_state
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.sifting import ReplaceRow, SkippedRow
@@ -43,9 +45,11 @@ if TYPE_CHECKING:
 _HOME = {
     "BlockError": "errors",
     "ConfigError": "errors",
+    "DeadlyRowError": "errors",
     "LanceStream": "stream",
     "LanceStreamError": "errors",
     "LockstepError": "errors",
+    "MapBatches": "mapbatches",
     "MissingStateError": "errors",
     "PlacementError": "errors",
     "PrefetchConfig": "config",
@@ -75,9 +79,11 @@ _HOME = {
 __all__ = [
     "BlockError",
     "ConfigError",
+    "DeadlyRowError",
     "LanceStream",
     "LanceStreamError",
     "LockstepError",
+    "MapBatches",
     "MissingStateError",
     "PlacementError",
     "PrefetchConfig",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
+from ray_lance_stream.errors import ConfigError, LockstepError, StreamClosedError, explain
+from ray_lance_stream.groupagreement import GroupAgreement
 
 _POLL_S = 0.1
 
@@ -27,26 +28,15 @@ class Agreement(Protocol):
             stop: Set when the answer is not wanted any more.
 
         Raises:
-            StreamClosedError: ``stop`` was set, where that can be noticed.
+            LockstepError: Another rank will not come.
+            StreamClosedError: ``stop`` was set.
         """
 
+    def failed(self, epoch: int, cycle: int, error: BaseException) -> None:
+        """Tells the others that this rank cannot say its number, so that they do not wait for it."""
 
-class GroupAgreement:
-    """An agreement over a ``torch.distributed`` process group, one small all-reduce each time."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = None if group == "world" else group
-
-    def least(self, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
-        """See ``Agreement``."""
-        import torch
-        import torch.distributed as dist
-
-        del epoch, cycle, stop
-        on_gpu = dist.get_backend(self._group) == "nccl"
-        number = torch.tensor([servable], dtype=torch.int64, device="cuda" if on_gpu else "cpu")
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self._group)
-        return int(number.item())
+    def close(self) -> None:
+        """Called when this rank does not go on."""
 
 
 class ThreadAgreement:
@@ -58,7 +48,7 @@ class ThreadAgreement:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._said: dict[tuple[int, int], dict[int, int]] = {}
+        self._said: dict[tuple[int, int], dict[int, int | BaseException]] = {}
         self._changed = threading.Condition()
 
     def member(self, rank: int) -> Agreement:
@@ -66,7 +56,12 @@ class ThreadAgreement:
         return _Member(self, rank)
 
     def say(self, rank: int, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
-        """Notes what a replica says, and waits for the others."""
+        """Notes what a replica says, and waits for the others.
+
+        Raises:
+            LockstepError: One of them has failed.
+            StreamClosedError: ``stop`` was set.
+        """
         with self._changed:
             said = self._said.setdefault((epoch, cycle), {})
             said[rank] = servable
@@ -75,7 +70,15 @@ class ThreadAgreement:
                 if stop.is_set():
                     raise StreamClosedError("this iteration of the shard has ended")
                 self._changed.wait(_POLL_S)
-            return min(said.values())
+            if errors := [error for error in said.values() if isinstance(error, BaseException)]:
+                raise LockstepError(f"another replica failed: {errors[0]}")
+            return min(number for number in said.values() if isinstance(number, int))
+
+    def fail(self, rank: int, epoch: int, cycle: int, error: BaseException) -> None:
+        """Notes that a replica has no number to say."""
+        with self._changed:
+            self._said.setdefault((epoch, cycle), {})[rank] = error
+            self._changed.notify_all()
 
 
 class _Member:
@@ -87,30 +90,56 @@ class _Member:
         """See ``Agreement``."""
         return self._whole.say(self._rank, epoch, cycle, servable, stop)
 
+    def failed(self, epoch: int, cycle: int, error: BaseException) -> None:
+        """See ``Agreement``."""
+        self._whole.fail(self._rank, epoch, cycle, error)
 
-def agreement_of(coordinator: Any) -> Agreement | None:
-    """Returns what a dataset's ``coordinator`` stands for: None, "world", a process group, or an agreement."""
+    def close(self) -> None:
+        """See ``Agreement``."""
+
+
+def agreement_of(coordinator: Any, world_size: int) -> Agreement | None:
+    """Returns what ``coordinator`` stands for: None, "world", a process group, or an agreement.
+
+    Args:
+        coordinator: What the user passed. Any backend will do, NCCL included.
+        world_size: Number of replicas that are to agree.
+
+    Raises:
+        ConfigError: It is none of these, or the group does not hold this process, or not all replicas.
+    """
     if coordinator is None or hasattr(coordinator, "least"):
         agreement: Agreement | None = coordinator
         return agreement
     import torch.distributed as dist
 
-    if coordinator == "world" or isinstance(coordinator, dist.ProcessGroup):
-        if not dist.is_initialized():
-            raise ConfigError(
-                explain(
-                    "coordinator needs torch.distributed",
-                    found="no process group",
-                    expected="a process that has called torch.distributed.init_process_group",
-                    remedy="call it before, or leave coordinator out",
-                )
+    is_group = dist.is_available() and isinstance(coordinator, dist.ProcessGroup)
+    if coordinator != "world" and not is_group:
+        raise ConfigError(
+            explain(
+                "coordinator is not valid",
+                found=f"an object of type {type(coordinator).__name__}",
+                expected="a torch.distributed process group that this process is in, or 'world'",
+                remedy="leave it out where no rows are skipped",
             )
-        return GroupAgreement(coordinator)
-    raise ConfigError(
-        explain(
-            "coordinator is not valid",
-            found=f"an object of type {type(coordinator).__name__}",
-            expected="a torch.distributed process group, or 'world'",
-            remedy="leave it out where no rows are skipped",
         )
-    )
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            explain(
+                "coordinator needs torch.distributed",
+                found="no process group",
+                expected="a process that has called torch.distributed.init_process_group",
+                remedy="call it before, or leave coordinator out",
+            )
+        )
+    size = dist.get_world_size(None if coordinator == "world" else coordinator)
+    if size < world_size:
+        raise ConfigError(
+            explain(
+                "the coordinator's group does not hold every rank",
+                found=f"{size} processes, world_size={world_size}",
+                expected="a process for every rank",
+                remedy="pass the group of all data-parallel ranks",
+            )
+        )
+    return GroupAgreement(coordinator)

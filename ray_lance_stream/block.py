@@ -6,10 +6,12 @@ any number of times.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -25,11 +27,12 @@ from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.readable import ReadableTable, check_identity
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
-from ray_lance_stream.sifting import ErrorPolicy, Sifted
+from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
-from ray_lance_stream.trial import sifted, try_rows
+from ray_lance_stream.trial import sifted, try_rows, with_left_out
 from ray_lance_stream.userplan import UserPlan
 
+logger = logging.getLogger("ray_lance_stream")
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
@@ -70,13 +73,13 @@ class BlockBuilder:
 
     def __init__(self, recipe: BlockRecipe) -> None:
         self._recipe = recipe
-        self._tables: _Cache[int, ReadableTable] = _Cache(_OPEN_VERSIONS)
-        self._plans: _Cache[str, Plan] = _Cache(_OPEN_PLANS)
+        self._tables: Cache[int, ReadableTable] = Cache(_OPEN_VERSIONS)
+        self._plans: Cache[str, Plan] = Cache(_OPEN_PLANS)
         self._rows_in_transform = 0
         self._count_lock = threading.Lock()
 
-    def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
-        """Opens the table version, counts its rows and builds the first ones.
+    def open_plan(self, spec: PlanSpec, deadly: Sequence[SkippedRow] = ()) -> tuple[PlanHandle, IntArray | None]:
+        """Opens the table version, counts its rows and builds the first ones, except those that kill who reads them.
 
         Returns:
             The handle, without matching rows, and the matching rows (None without a filter).
@@ -89,27 +92,48 @@ class BlockBuilder:
             OSError: The storage; without the values of ``storage_options``.
         """
         with self._without_secrets():
-            return self._open_plan(spec)
+            handle, matching = self._counted(spec)
+            plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, matching))
+            probe = self._probe(plan, handle.num_rows, matching, deadly)
+        bytes_per_row = max(1.0, probe.nbytes / probe.num_rows)
+        return dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row), matching
 
-    def _open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
+    def count_plan(self, spec: PlanSpec, factor: int) -> tuple[tuple[PlanHandle, Ranges], IntArray | None]:
+        """As :meth:`open_plan`, without building a row.
+
+        Returns:
+            A handle without a schema, for the rows that are built first, and their ranges, so many times as long; and
+            the matching rows.
+        """
+        with self._without_secrets():
+            handle, matching = self._counted(spec)
+        first = self._first_plan(Plan(spec, handle.num_rows, matching), handle.num_rows, matching)
+        splits, cycles = _probed(first)
+        stop = min(first.layout.rows_per_split, factor * cycles)
+        ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=stop)
+        return (dataclasses.replace(handle, spec=first.spec), ranges), matching
+
+    def _counted(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
         table = self._table(spec)
         recipe = self._recipe
         matching, surplus = listed_rows(spec, table, recipe.table, recipe.plan) if spec.order.is_listed else (None, 0)
         num_rows = table.num_rows if matching is None else len(matching)
-        plan = self._plans.get(spec.plan_id, lambda: Plan(spec, num_rows, matching))
-        probe = self._probe(plan, num_rows, matching)
         handle = PlanHandle(
             spec=spec,
             num_rows=num_rows,
             matching_rows=None,
-            schema=probe.schema,
-            bytes_per_row=max(1.0, probe.nbytes / probe.num_rows),
+            schema=pa.schema([]),
+            bytes_per_row=1.0,
             surplus_rows=surplus,
         )
         return handle, matching
 
     def build(
-        self, handle: PlanHandle, ranges: Ranges, resolve_rows: Callable[[Any], IntArray | None]
+        self,
+        handle: PlanHandle,
+        ranges: Ranges,
+        resolve_rows: Callable[[Any], IntArray | None],
+        deadly: Sequence[SkippedRow] = (),
     ) -> tuple[pa.Table | Sifted, BuildStats]:
         """Returns the block of the given ranges, and what it cost; a ``Sifted`` one if there is a policy.
 
@@ -117,6 +141,8 @@ class BlockBuilder:
             handle: The plan.
             ranges: Which rows.
             resolve_rows: Turns ``handle.matching_rows`` into an array; called once per plan.
+            deadly: Rows among them that kill who reads them: they are not read, but skipped or replaced. Needs a
+                policy.
 
         Raises:
             OSError: The storage; without the values of ``storage_options``.
@@ -124,12 +150,22 @@ class BlockBuilder:
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
         with self._without_secrets():
-            block, stats = self._build(plan, ranges)
+            block, stats = self._build(plan, ranges, deadly)
         if isinstance(block, Sifted):
             if isinstance(block.rows, pa.Table) and self._fixes_schema:
                 block.rows = cast_to(block.rows, handle.schema)
             return block, stats
         return cast_to(block, handle.schema), stats
+
+    def left_out(self, error: Exception, row_number: int, split: int, position: int) -> SkippedRow | None:
+        """Returns how a row with an error that is not the transform's is left out; None if it is not to be."""
+        policy = self._recipe.policy
+        return None if policy is None else policy.left_out(error, row_number, split, position)
+
+    @property
+    def recipe(self) -> BlockRecipe:
+        """What the blocks are made of."""
+        return self._recipe
 
     @property
     def rows_in_transform(self) -> int:
@@ -140,19 +176,23 @@ class BlockBuilder:
     def _fixes_schema(self) -> bool:
         return not isinstance(self._recipe.transform, RowTransform)
 
-    def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None) -> pa.Table:
-        """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
+    def _first_plan(self, plan: Plan, num_rows: int, matching: IntArray | None) -> Plan:
         order = plan.spec.order
         epoch = plan.spec.epoch if order.is_listed_per_epoch else 0  # the list at hand; a table's types do not change
-        first = Plan(PlanSpec(table=plan.spec.table, order=order, epoch=epoch), num_rows, matching)
-        splits = min(_PROBE_ROWS, order.num_splits)
-        cycles = min(first.layout.rows_per_split, max(1, _PROBE_ROWS // splits))
+        return Plan(PlanSpec(table=plan.spec.table, order=order, epoch=epoch), num_rows, matching)
+
+    def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None, deadly: Sequence[SkippedRow]) -> pa.Table:
+        """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
+        first = self._first_plan(plan, num_rows, matching)
+        splits, cycles = _probed(first)
         if not self._fixes_schema:
             ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=cycles)
             return self._table(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns)
         start = 0
         while True:
-            block, _ = self._build(first, Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles))
+            ranges = Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles)
+            here = [row for row in deadly if ranges.holds(row.split, row.position)]
+            block, _ = self._build(first, ranges, here)
             table = block.rows if isinstance(block, Sifted) else block
             assert isinstance(table, pa.Table)
             start, left = start + cycles, first.layout.rows_per_split - start - cycles
@@ -170,8 +210,14 @@ class BlockBuilder:
                 )
             cycles = min(left, cycles * 4)
 
-    def _build(self, plan: Plan, ranges: Ranges) -> tuple[pa.Table | Sifted, BuildStats]:
+    def _build(
+        self, plan: Plan, ranges: Ranges, deadly: Sequence[SkippedRow] = ()
+    ) -> tuple[pa.Table | Sifted, BuildStats]:
         splits, positions = ranges.places()
+        if deadly:
+            spared = {(row.split, row.position) for row in deadly}
+            keep = [place not in spared for place in zip(splits.tolist(), positions.tolist(), strict=True)]
+            splits, positions = splits[keep], positions[keep]
         rows = plan.rows(splits, positions)
         began = time.perf_counter()
         table = self._table(plan.spec).take(rows, self._recipe.columns)
@@ -185,6 +231,8 @@ class BlockBuilder:
         )
         with self._transforming(len(rows)):
             block = self._transformed(table, context)
+            if deadly:
+                block = self._with_deadly(block, ranges, deadly)
         done = time.perf_counter()
         if isinstance(block, Sifted):
             block.read_bytes, block.take_s, block.transform_s = table.nbytes, taken - began, done - taken
@@ -196,8 +244,16 @@ class BlockBuilder:
         if policy is not None and transform is not None and table.num_rows:
             return try_rows(transform, policy, _one_batch(table), context)
         if policy is not None:
-            return sifted(table, context)
+            empty: Any = table if transform is None else [] if isinstance(transform, RowTransform) else pa.table({})
+            return sifted(empty, context)
         return table if transform is None else transform(_one_batch(table), context)
+
+    def _with_deadly(self, block: pa.Table | Sifted, ranges: Ranges, deadly: Sequence[SkippedRow]) -> Sifted:
+        policy = self._recipe.policy
+        assert policy is not None and isinstance(block, Sifted)  # else a deadly row is an error
+        if policy.warns:
+            logger.warning("skipped %d rows that kill their readers; the first: %s", len(deadly), deadly[0].reason)
+        return with_left_out(block, policy, ranges, deadly)
 
     @contextmanager
     def _transforming(self, rows: int) -> Iterator[None]:
@@ -235,6 +291,12 @@ class BlockBuilder:
         return table
 
 
+def _probed(first: Plan) -> tuple[int, int]:
+    """Returns how many splits, and how many rows of each, are built first."""
+    splits = min(_PROBE_ROWS, first.layout.num_splits)
+    return splits, min(first.layout.rows_per_split, max(1, _PROBE_ROWS // splits))
+
+
 def _one_batch(table: pa.Table) -> pa.RecordBatch:
     batches = table.combine_chunks().to_batches()
     if len(batches) != 1:
@@ -246,7 +308,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class _Cache(OrderedDict[K, V]):
+class Cache(OrderedDict[K, V]):
     """The last few values made, each made once even if several threads ask at the same time."""
 
     def __init__(self, size: int) -> None:

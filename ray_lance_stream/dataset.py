@@ -191,7 +191,8 @@ class StreamingDataset(IterableDataset[Any]):
         self._epoch_given = epoch
         self._worker_info_override = worker_info_override
         self._source = RowSource(config, recipe, num_threads=threads if transform is not None else 2)
-        agreement = agreement_of(coordinator)
+        agreement = agreement_of(coordinator, world_size)
+        self._coordinated = agreement is not None
         self._rows: RowStream | PackedStream
         if packing is None:
             self._rows = RowStream(config, self._owned, epoch, agreement)
@@ -278,6 +279,15 @@ class StreamingDataset(IterableDataset[Any]):
         if info is None:
             return
         if real is not None:
+            if self._coordinated:
+                raise ConfigError(
+                    explain(
+                        "ranks with a coordinator cannot read in worker processes of torch's own DataLoader",
+                        found=f"worker {real.id} of {real.num_workers}, which is in no process group",
+                        expected="the process that is a rank of the group to read",
+                        remedy="use StreamingDataLoader",
+                    )
+                )
             self._untracked[0] = 1  # the parent cannot know which rows were handed out
             if self._worker_info_override is not None:
                 logger.warning("worker_info_override stands in for torch's own worker info, which is there too")

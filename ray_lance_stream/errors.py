@@ -73,6 +73,10 @@ class BlockError(LanceStreamError, RuntimeError):
     """A block could not be built after the allowed number of attempts."""
 
 
+class DeadlyRowError(BlockError):
+    """A row kills every process that reads or transforms it."""
+
+
 class PlacementError(LanceStreamError, RuntimeError):
     """Prefetchers could not be placed on the cluster in time."""
 

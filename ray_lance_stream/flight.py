@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -40,6 +42,12 @@ class Flight:
     failed_at: float | None = None  # since when it fails
     error: BaseException | None = None
     block: Any = None
+    wanted: bool = False  # somebody waits for it
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether it was given up before it was begun; to be asked for again."""
+        return self.future.cancelled()
 
     @property
     def settled(self) -> bool:
@@ -48,18 +56,28 @@ class Flight:
 
 
 class Dispatcher:
-    """Sends requests to a source and looks after them. One thread at a time uses it; any may close it."""
+    """Sends requests to a source and looks after them. One thread at a time uses it; any may close it.
 
-    def __init__(self, source: BlockSource, handle: PlanHandle) -> None:
+    Args:
+        source: Where blocks come from.
+        handle: The plan.
+        grown: A method, called when a block has arrived that is larger than was expected; on a thread of the source's,
+            for the consumer may be asleep. Gets the block's bytes per row asked for.
+    """
+
+    def __init__(self, source: BlockSource, handle: PlanHandle, grown: Callable[[float], None]) -> None:
         self._source = source
         self._handle = handle
+        self._grown = weakref.WeakMethod(grown)  # of who holds this dispatcher
         self.closed = False
         self.interrupted = threading.Event()  # set: the wait under way raises StreamClosedError
         self.retries = 0
 
     def send(self, ranges: Ranges, num_bytes: float) -> Flight:
         """Asks for a block of an expected size; does not wait."""
-        return Flight(ranges=ranges, num_bytes=num_bytes, future=self._request(ranges))
+        flight = Flight(ranges=ranges, num_bytes=num_bytes, future=self._request(ranges))
+        self._weigh_later(flight)
+        return flight
 
     def close(self, flights: Iterable[Flight]) -> None:
         """Gives up the requests under way."""
@@ -80,6 +98,7 @@ class Dispatcher:
             LanceStreamError: The block will not come; asking again is possible.
         """
         began, said = time.perf_counter(), 0
+        wanted.wanted = True
         arrived = self.look_after(flights)
         while wanted.block is None:
             if wanted.error is not None:
@@ -87,6 +106,8 @@ class Dispatcher:
                 wanted.retry_at = time.monotonic()  # should it be wanted again
                 wanted.failed_at, wanted.attempt = None, 0
                 raise error
+            if wanted.withdrawn:
+                self._send_again(wanted)
             self._pause(wanted)
             waited = time.perf_counter() - began
             if waited >= (said + 1) * _SAY_EVERY_S:
@@ -102,14 +123,14 @@ class Dispatcher:
         """Takes in the blocks that have arrived, and returns them; sends failed requests again."""
         now, arrived = time.monotonic(), []
         for flight in list(flights):
-            if flight.settled:
+            if flight.settled or flight.withdrawn:
                 continue
             if flight.retry_at is not None:
                 if now >= flight.retry_at:
                     flight.retry_at = None
                     flight.attempt += 1
                     self.retries += 1
-                    flight.future = self._request(flight.ranges)
+                    self._send_again(flight)
             elif flight.future.done() and not self.closed and self._take_in(flight, now):
                 arrived.append(flight)
         return arrived
@@ -129,6 +150,21 @@ class Dispatcher:
             flight.retry_at = now + delay_s
         return False
 
+    def _send_again(self, flight: Flight) -> None:
+        flight.future = self._request(flight.ranges)
+        self._weigh_later(flight)
+
+    def _weigh_later(self, flight: Flight) -> None:
+        # Weak: a future keeps what it calls, and a block must be gone when its last user is.
+        flight.future.add_done_callback(functools.partial(_weigh, weakref.ref(self), weakref.ref(flight)))
+
+    def weighed(self, flight: Flight, num_bytes: float) -> None:
+        """Notes how large a block is that has arrived. Called on any thread."""
+        expected, flight.num_bytes = flight.num_bytes, num_bytes
+        grown = self._grown()
+        if num_bytes > expected and grown is not None and not self.closed:
+            grown(num_bytes / max(1, flight.ranges.num_rows))
+
     def _request(self, ranges: Ranges) -> Future[Any]:
         self.check_open()
         try:
@@ -144,6 +180,30 @@ class Dispatcher:
             return
         with contextlib.suppress(FutureTimeoutError, CancelledError):
             wanted.future.exception(timeout=_POLL_S)
+
+
+def _weigh(dispatcher: weakref.ref[Dispatcher], flight: weakref.ref[Flight], done: Future[Any]) -> None:
+    present, of = dispatcher(), flight()
+    if present is not None and of is not None and not done.cancelled() and done.exception() is None:
+        present.weighed(of, done.result().nbytes)
+
+
+def withdraw_latest(flights: Sequence[Flight], bytes_per_row: float, excess: Callable[[], float]) -> None:
+    """Gives up requests that were not begun, the latest first, while too much is held.
+
+    Args:
+        flights: In the order in which they are wanted.
+        bytes_per_row: What a row that was asked for seems to weigh.
+        excess: Returns by how many bytes too much is held, those of open requests at their expected size.
+    """
+    open_flights = [flight for flight in flights if not flight.future.done()]
+    for flight in open_flights:
+        flight.num_bytes = max(flight.num_bytes, flight.ranges.num_rows * bytes_per_row)
+    for flight in reversed(open_flights):
+        if excess() <= 0 or flight.wanted:
+            return
+        if flight.future.cancel():  # false: it is being built
+            flight.num_bytes = 0.0
 
 
 def _final(flight: Flight, error: BaseException) -> BaseException:

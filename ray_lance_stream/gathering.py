@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from ray_lance_stream.checkpoint import locate, read_streams, write_streams
-from ray_lance_stream.errors import ConfigError, MissingStateError, StateError, explain
+from ray_lance_stream.errors import ConfigError, LockstepError, MissingStateError, StateError, explain
 from ray_lance_stream.plan import require_int
 from ray_lance_stream.state import StreamState, merge_state_dicts, merge_states
 
@@ -48,7 +48,9 @@ def gather_state_dict(source: StateSource, group: Any = None) -> dict[str, Any]:
             each process needs its CUDA device set.
 
     Raises:
-        ConfigError: ``torch.distributed`` is not initialised, and the dataset has more than one rank.
+        ConfigError: ``torch.distributed`` is not initialised, and the dataset has more than one rank; or this
+            process is not in the group.
+        LockstepError: Some process ended, or did not call it within the group's timeout.
         StateError: The states do not fit together, or some rank had none; every rank gets the same error.
         StateMismatchError: They belong to different data; likewise.
     """
@@ -56,8 +58,29 @@ def gather_state_dict(source: StateSource, group: Any = None) -> dict[str, Any]:
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return _alone(source)
-    reports: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(reports, _report(source), group=group)
+    size = distributed.get_world_size(group)
+    if size < 1:
+        raise ConfigError(
+            explain(
+                "this process is not in the group",
+                found=f"process {distributed.get_rank()}",
+                expected="a process group that it is a member of",
+                remedy="call gather_state_dict in the group's processes only",
+            )
+        )
+    reports: list[Any] = [None] * size
+    report = _report(source)
+    try:
+        distributed.all_gather_object(reports, report, group=group)
+    except RuntimeError as error:  # torch's errors of communication
+        raise LockstepError(
+            explain(
+                "not every process took part in gathering the state",
+                found=str(error).strip().split("\n")[0],
+                expected="every process of the group to call gather_state_dict after the same step",
+                remedy="look at the other ranks' own errors; start all of them again from the last checkpoint",
+            )
+        ) from error
     _check_reports(reports)
     return merge_state_dicts([report.state for report in reports])
 

@@ -100,3 +100,5 @@ class LocalLink:
 
     def close(self) -> None:
         """See ``Link``."""
+        if self._agreement is not None:
+            self._agreement.close()

@@ -9,7 +9,7 @@ from typing import Final
 import pyarrow as pa
 
 from ray_lance_stream.errors import BlockError
-from ray_lance_stream.flight import Dispatcher, Flight
+from ray_lance_stream.flight import Dispatcher, Flight, withdraw_latest
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
 
@@ -53,7 +53,7 @@ class BlockReader:
         cycles_per_step: int,
         read_ahead: ReadAhead,
     ) -> None:
-        self._dispatcher = Dispatcher(source, handle)
+        self._dispatcher = Dispatcher(source, handle, self._give_up_excess)
         self._owned = owned_splits
         self._end_cycle = end_cycle
         self._cycles_per_step = cycles_per_step
@@ -113,6 +113,8 @@ class BlockReader:
     def _ask_ahead(self, *, until: int) -> None:
         """Asks for blocks up to the budget, and in any case up to cycle ``until``."""
         self._dispatcher.check_open()
+        while self._blocks and self._blocks[-1].withdrawn:
+            self._next_cycle = self._blocks.pop().ranges.start
         while self._next_cycle < self._end_cycle:
             size = self._block_cycles()
             estimate = size * self._bytes_per_cycle
@@ -125,6 +127,10 @@ class BlockReader:
             self._blocks.append(self._dispatcher.send(ranges, (stop - start) * self._bytes_per_cycle))
             self._next_cycle = stop
             self._next_bytes = min(self._next_bytes * _GROWTH, self._largest_bytes)
+
+    def _give_up_excess(self, bytes_per_row: float) -> None:
+        """Called on any thread, when a block is heavier than expected."""
+        withdraw_latest(list(self._blocks), bytes_per_row, lambda: self.buffered_bytes - self._read_ahead.max_bytes)
 
     def _block_cycles(self) -> int:
         """Cycles of the next block: growing, and whole steps where a step is smaller than a block."""

@@ -30,6 +30,20 @@ class Ranges:
         others = f", others of {len(self.overrides)} splits" if self.overrides else ""
         return f"positions {self.start} to {self.stop} of splits {self.first_split} to {last}{others}"
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        own = (self.num_splits - len(self.overrides)) * max(0, self.stop - self.start)
+        return own + sum(max(0, stop - start) for _, start, stop in self.overrides)
+
+    def holds(self, split: int, position: int) -> bool:
+        """Whether a row is one of them."""
+        if not self.first_split <= split < self.first_split + self.num_splits:
+            return False
+        own = ((start, stop) for number, start, stop in self.overrides if number == split)
+        start, stop = next(own, (self.start, self.stop))
+        return start <= position < stop
+
     def places(self) -> tuple[IntArray, IntArray]:
         """Returns (splits, positions) of every row in canonical order; int64, one entry per row."""
         own = np.arange(self.first_split, self.first_split + self.num_splits, dtype=np.int64)

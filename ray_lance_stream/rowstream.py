@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.rowcursor import RowCursor
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
@@ -39,9 +40,13 @@ class RowStream(StreamBase[RowCursor]):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_agreed": 0}
 
-    def drop_reader(self) -> None:
-        """Gives up what was read ahead."""
-        super().drop_reader()
+    def load(self, state: StreamState, *, epoch_given: int = 0) -> None:
+        """See ``StreamBase``."""
+        super().load(state, epoch_given=epoch_given)
+        self._agreed = 0
+
+    def _next_epoch(self) -> None:
+        super()._next_epoch()
         self._agreed = 0
 
     def only(self, owned: range) -> RowStream:
@@ -83,6 +88,9 @@ class RowStream(StreamBase[RowCursor]):
         if cursor.completed_cycles >= self._rows_per_split(source):
             return True
         reader = self._reading(source)
+        at_cycle = all(cursor.samples[split] == cursor.completed_cycles for split in self.owned)
+        if self._agreement is not None and at_cycle:  # another rank's splits may have ended
+            return self._servable(reader, cursor.completed_cycles) <= cursor.completed_cycles
         due = [(i, s) for i, s in enumerate(self.owned) if cursor.samples[s] == cursor.completed_cycles]
         return any(cursor.samples[s] >= reader.count(i) and reader.is_complete(i) for i, s in due)
 
@@ -134,9 +142,20 @@ class RowStream(StreamBase[RowCursor]):
             ready = min(reader.count(lane) for lane in range(len(self.owned)))
             return min(ready, cycle + few) if ready > cycle else reader.servable(cycle + 1)
         if self._agreed <= cycle:
+            self._agreed = self._agree(self._agreement, reader, cycle)
+        # Behind a rewind, or a reader that was dropped, what was agreed has to be read again.
+        return min(reader.servable(min(self._agreed, cycle + few)), self._agreed)
+
+    def _agree(self, agreement: Agreement, reader: SurvivorReader, cycle: int) -> int:
+        epoch = self.cursor.epoch
+        try:
             mine = reader.servable(cycle + _CYCLES_AGREED)
-            self._agreed = self._agreement.least(self.cursor.epoch, cycle, mine, reader.interrupted)
-        return min(self._agreed, cycle + few)
+        except StreamClosedError:
+            raise
+        except Exception as error:
+            agreement.failed(epoch, cycle, error)
+            raise
+        return agreement.least(epoch, cycle, mine, reader.interrupted)
 
     def _objects(self, reader: SurvivorReader, rows: Any) -> list[Any]:
         if not isinstance(rows, pa.Table):

@@ -18,7 +18,7 @@ from ray.train import Checkpoint
 
 from ray_lance_stream.checkpoint import Saved, Streams, locate, write_saved
 from ray_lance_stream.cluster.answers import answer_of
-from ray_lance_stream.cluster.manager import Standing
+from ray_lance_stream.cluster.told import Standing
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import ConfigError, LockstepError, StateError, explain
 from ray_lance_stream.link import open_shards
@@ -178,13 +178,9 @@ def _standing(shard: ShardCore) -> Standing:
 
 def _ask(link: TrainLink, standing: Standing | None, report: int | None) -> StreamState | None:
     """Asks the manager for the state all ranks agree on; waits for their reports if this is one."""
-    manager = link.session.manager
-    state: StreamState | None = None
     if report is not None:
-        state = answer_of(manager.commit.remote(link.seat, report, standing))
-    elif standing is not None:
-        state = answer_of(manager.collect.remote(link.seat, standing, _COLLECT_TIMEOUT_S))
-    return state
+        return link.commit(link.seat, report, standing)
+    return None if standing is None else link.collect(link.seat, standing, _COLLECT_TIMEOUT_S)
 
 
 @dataclass

@@ -96,6 +96,18 @@ class ErrorPolicy:
             return bool(self._choice(error))
         return not self.raises
 
+    def left_out(self, error: Exception, row_number: int, split: int, position: int) -> SkippedRow | None:
+        """Returns how a row with this error is left out or replaced; None if it ends the iteration."""
+        if not self.tolerates(error):
+            return None
+        return SkippedRow(
+            row_number=row_number,
+            split=split,
+            position=position,
+            reason=f"{type(error).__name__}: {error}",
+            replaced=self.replacement is not None,
+        )
+
 
 @dataclass(kw_only=True)
 class Sifted:

@@ -27,6 +27,8 @@ from ray_lance_stream.topology import Replica, Seat, StepPlan
 from ray_lance_stream.userplan import column_names, order_spec, read_plan
 
 if TYPE_CHECKING:
+    import ray.data
+
     from ray_lance_stream.block import BlockRecipe
     from ray_lance_stream.transform import Transform
 
@@ -237,7 +239,7 @@ class LanceStream:
         )
         import ray
 
-        agreement = agreement_of(coordinator)
+        agreement = agreement_of(coordinator, world_size)
         if not ray.is_initialized():
             from ray_lance_stream.local import LocalLink
 
@@ -262,6 +264,30 @@ class LanceStream:
 
         self._run_stream = run_stream(self._config, self._recipe, self._run_stream)
         return self._run_stream
+
+    def to_dataset(
+        self, *, epoch: int = 0, start_step: int = 0, override_num_blocks: int | None = None
+    ) -> ray.data.Dataset:
+        """Returns an epoch as a Ray Dataset: the rows of training, transformed, in canonical order.
+
+        For inference, statistics or writes over exactly what is trained on. Tasks of Ray Data read the blocks; with
+        ``ray.data.DataContext.get_current().execution_options.preserve_order = True`` rows also come out in order.
+
+        Args:
+            epoch: The epoch, counted from 0.
+            start_step: Steps to leave out at its beginning: ``shard.step`` gives what a trainer has not seen yet.
+            override_num_blocks: As for Ray Data's readers.
+
+        Raises:
+            ConfigError: The stream skips rows, or ``start_step`` lies beyond the epoch.
+        """
+        import ray.data
+
+        from ray_lance_stream.datasource import StreamDatasource
+
+        source = StreamDatasource(self._config, self._recipe, epoch=epoch, start_step=start_step)
+        dataset: ray.data.Dataset = ray.data.read_datasource(source, override_num_blocks=override_num_blocks)
+        return dataset
 
     def where(self, timeout_s: float = 5.0) -> list[RunProgress]:
         """Returns where the runs of this stream stand, on the cluster this process is connected to.

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.errors import BlockError
-from ray_lance_stream.flight import Dispatcher, Flight
+from ray_lance_stream.flight import Dispatcher, Flight, withdraw_latest
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.reader import ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -105,7 +105,7 @@ class SurvivorReader:
         read_ahead: ReadAhead,
         in_step: bool = True,
     ) -> None:
-        self._dispatcher = Dispatcher(source, handle)
+        self._dispatcher = Dispatcher(source, handle, self._give_up_excess)
         self._owned = owned_splits
         self._lanes = [_Lane(s, p, rows_per_split) for s, p in zip(samples, positions, strict=True)]
         self._read_ahead = read_ahead
@@ -237,6 +237,10 @@ class SurvivorReader:
     def _ask_ahead(self, short: list[_Lane]) -> None:
         """Asks for blocks up to the budget, and in any case for the lanes that are waited for."""
         self._dispatcher.check_open()
+        while self._flights and self._flights[-1].withdrawn:
+            for lane, count in zip(self._lanes, _asked(self._flights.pop().ranges), strict=True):
+                lane.asked -= count
+                lane.pending -= count
         while True:
             open_lanes = [lane for lane in self._lanes if lane.asked < lane.end]
             needed = [lane for lane in short if not lane.pending and lane.asked < lane.end]
@@ -259,6 +263,10 @@ class SurvivorReader:
                 lane.asked += count
                 lane.pending += count
             self._next_bytes = min(self._next_bytes * _GROWTH, self._largest_bytes())
+
+    def _give_up_excess(self, bytes_per_row: float) -> None:
+        """Called on any thread, when a block is heavier than expected."""
+        withdraw_latest(list(self._flights), bytes_per_row, lambda: self.buffered_bytes - self._read_ahead.max_bytes)
 
     def _largest_bytes(self) -> float:
         return float(min(self._read_ahead.block_bytes, max(_FIRST_BLOCK_BYTES, self._read_ahead.max_bytes / 4)))

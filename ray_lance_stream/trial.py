@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.columns import cast_to, to_table
+from ray_lance_stream.request import Ranges
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext, UserError
 
@@ -84,21 +87,40 @@ class _Trial:
         return True
 
     def _left_out(self, row: int, error: UserError) -> None:
-        if not self._policy.tolerates(error.user_error):
+        context = self._context
+        place = int(context.row_numbers[row]), int(context.splits[row]), int(context.positions[row])
+        skipped = self._policy.left_out(error.user_error, *place)
+        if skipped is None:
             raise error
-        replacement = self._policy.replacement
-        self.skipped.append(
-            SkippedRow(
-                row_number=int(self._context.row_numbers[row]),
-                split=int(self._context.splits[row]),
-                position=int(self._context.positions[row]),
-                reason=f"{type(error.user_error).__name__}: {error.user_error}",
-                replaced=replacement is not None,
-            )
-        )
-        if replacement is not None:
-            self.kept[row] = replacement.value
+        self.skipped.append(skipped)
+        if self._policy.replacement is not None:
+            self.kept[row] = self._policy.replacement.value
             self.replaced.add(row)
+
+
+def with_left_out(block: Sifted, policy: ErrorPolicy, ranges: Ranges, rows: Sequence[SkippedRow]) -> Sifted:
+    """Returns a block with rows that were left out of it beforehand: skipped, or replaced in their places."""
+    splits, positions = ranges.places()
+    turn = {place: number for number, place in enumerate(zip(splits.tolist(), positions.tolist(), strict=True))}
+    skipped = tuple(sorted((*block.skipped, *rows), key=lambda row: turn[row.split, row.position]))
+    replacement = policy.replacement
+    if replacement is None:
+        return dataclasses.replace(block, skipped=skipped)
+    places = [*zip(block.splits.tolist(), block.positions.tolist(), strict=True)]
+    places += [(row.split, row.position) for row in rows]
+    order = np.argsort([turn[place] for place in places])
+    if isinstance(block.rows, list):
+        objects = [*block.rows, *[replacement.value] * len(rows)]
+        both: Any = [objects[index] for index in order.tolist()]
+    else:
+        both = to_table([replacement.value] * len(rows), len(rows))
+        if len(block):
+            both = pa.concat_tables([block.rows, cast_to(both, block.rows.schema)])
+        both = both.take(order)
+    where = np.array(places, np.int64)[order]
+    return dataclasses.replace(
+        block, rows=both, splits=where[:, 0].copy(), positions=where[:, 1].copy(), skipped=skipped, nbytes=_nbytes(both)
+    )
 
 
 def sifted(rows: Any, context: TransformContext, skipped: tuple[SkippedRow, ...] = ()) -> Sifted:
@@ -107,9 +129,13 @@ def sifted(rows: Any, context: TransformContext, skipped: tuple[SkippedRow, ...]
         rows=rows,
         splits=context.splits,
         positions=context.positions,
-        nbytes=_weight(rows) if isinstance(rows, list) else rows.nbytes,
+        nbytes=_nbytes(rows),
         skipped=skipped,
     )
+
+
+def _nbytes(rows: Any) -> int:
+    return _weight(rows) if isinstance(rows, list) else rows.nbytes
 
 
 def _weight(rows: list[Any]) -> int:

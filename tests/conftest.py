@@ -12,6 +12,7 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how soon Tr
 # every process anew instead of taking those it keeps ready.
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -89,3 +90,26 @@ def no_threads_left() -> Iterator[None]:
     while len(stream_threads()) > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(stream_threads()) <= before, stream_threads()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options that repeat tests of faults."""
+    group = parser.getgroup("faults")
+    group.addoption("--times", type=int, default=1, help="run each test of a fault so many times, other seeds each")
+    group.addoption("--seed", type=int, default=0, help="the first of these seeds; they say when and where faults come")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeats tests of faults, each time with another ``rng``."""
+    if metafunc.definition.get_closest_marker("fault") is not None:
+        if "rng" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("rng")
+        first, times = metafunc.config.getoption("seed"), metafunc.config.getoption("times")
+        seeds = range(first, first + times)
+        metafunc.parametrize("rng", seeds, indirect=True, ids=[f"seed {seed}" for seed in seeds])
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Says when and where a fault comes."""
+    return random.Random(request.param)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,11 @@ class Log:
             self.event(at=[epoch, self._shard.step], rank=self.rank, world=self.world, splits=splits, ids=self._ids)
             self._ids = []
 
+    def context_node(self) -> str:
+        """The node this worker runs on."""
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
     def event(self, **entry: Any) -> None:
         """Writes anything else a test wants to know."""
         self._file.write(json.dumps(entry | {"pid": os.getpid()}) + "\n")
@@ -50,7 +56,10 @@ def checkpoint_of(content: dict[str, Any]) -> tuple[tempfile.TemporaryDirectory[
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Logs what it is handed; reports after every step of ``report_at``; fails once where told."""
+    """Logs what it is handed; reports after every step of ``report_at``; fails once where told.
+
+    Faults come after a step and its report; those of ``faults_before``, just before the report.
+    """
     shard = ray.train.get_dataset_shard("train")
     log = Log(config, shard)
     log.event(start=[shard.epoch, shard.step], prefetchers=prefetchers_of(shard))
@@ -59,6 +68,9 @@ def loop(config: dict[str, Any]) -> None:
             log.batch(epoch, batch["id"])
             if not shard.is_step_end:
                 continue
+            for fault in config.get("faults_before", []):
+                if fault[:3] == [epoch, shard.step, log.rank]:
+                    break_down_once(config, shard, fault)
             if [epoch, shard.step] in config.get("report_at", []):
                 if log.rank == 0:
                     directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
@@ -111,6 +123,32 @@ def until_told(config: dict[str, Any]) -> None:
                 directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
                 with directory:
                     report({"step": shard.step}, checkpoint if log.rank == 0 else None)
+
+
+def until_preempted(config: dict[str, Any]) -> None:
+    """Trains on without checkpoints. Told that its node goes, saves once, and waits for the end.
+
+    With ``config["relaxed"]`` the ranks on that node do not get to report, and the others report without them.
+    """
+    shard = ray.train.get_dataset_shard("train")
+    log = Log(config, shard)
+    log.event(start=[shard.epoch, shard.step], world=log.world, rank=log.rank, node=log.context_node())
+    for epoch in itertools.count(shard.epoch):
+        for batch in shard.iter_batches(prefetch_batches=2):
+            log.batch(epoch, batch["id"])
+            time.sleep(config["step_s"])
+            if Path(config["log"], "enough").exists():
+                return
+            info = ray.train.get_preemption_info()
+            if info is None:
+                continue
+            if config["relaxed"] and log.rank in info.preempted_ranks:
+                threading.Event().wait()  # busy with something else until its node goes
+            directory, checkpoint = checkpoint_of({"epoch": epoch, "step": shard.step})
+            with directory:
+                report({"step": shard.step}, checkpoint if log.rank == 0 else None)
+            log.event(saved=[epoch, shard.step])
+            threading.Event().wait()
 
 
 def prefetchers_of(shard: Any) -> list[int]:

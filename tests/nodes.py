@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 from runs import is_running, wait_until
 
 # Ray takes a node for lost after half a minute, and Train waits for its workers for a minute. Read by the
@@ -23,6 +25,7 @@ _IMPATIENCE = {
     "RAY_health_check_failure_threshold": "4",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "20",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
 }
 
 
@@ -53,6 +56,19 @@ class Nodes:
     def add_trainer(self) -> Any:
         """Adds a node for one training worker, which asks for a GPU (there is none, nobody uses it)."""
         return self._cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "train"})
+
+    def preempt(self, node_id: str, notice_s: float) -> None:
+        """Announces the end of a node, as the owner of spot machines does. It runs on until :meth:`lose`."""
+        raylet: Any = ray._raylet
+        gcs = raylet.GcsClient(address=self._cluster.address)
+        reason: Any = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        accepted, why = gcs.drain_node(node_id, reason, "a test's notice", int((time.time() + notice_s) * 1000))
+        assert accepted, why
+
+    def node(self, node_id: str) -> Any:
+        """Returns a node that a test has added, by Ray's id."""
+        (found,) = [node for node in self._cluster.worker_nodes if node.node_id == node_id]
+        return found
 
     def lose(self, node: Any) -> None:
         """Ends a node without warning, as a machine goes: the raylet and every process on it, by SIGKILL."""

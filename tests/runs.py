@@ -29,6 +29,7 @@ def fit(
     max_failures: int = 0,
     dataset_config: Any = None,
     scaling: dict[str, Any] | None = None,
+    failure: dict[str, Any] | None = None,
     bucket: tuple[Any, str] | None = None,
     keep: int | None = 2,
     validation: Any = None,
@@ -45,6 +46,7 @@ def fit(
         max_failures: How often the worker group may start again; -1 for any number of times.
         dataset_config: Instead of the plain ``StreamDataConfig``.
         scaling: More for ``ScalingConfig``.
+        failure: More for ``FailureConfig``.
         bucket: A file system, and the path on it where the run is stored.
         keep: How many checkpoints are kept.
         validation: A ``ValidationConfig``.
@@ -61,7 +63,7 @@ def fit(
             name=name,
             storage_path=str(storage / "runs") if bucket is None else bucket[1],
             storage_filesystem=None if bucket is None else bucket[0],
-            failure_config=FailureConfig(max_failures=max_failures),
+            failure_config=FailureConfig(max_failures=max_failures, **(failure or {})),
             checkpoint_config=CheckpointConfig(num_to_keep=keep),
         ),
         validation_config=validation,

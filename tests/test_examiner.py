@@ -12,10 +12,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from ray_lance_stream.cluster.cuts import rows_of
-from ray_lance_stream.cluster.examiner import Examiner
-from ray_lance_stream.errors import BlockError, TransformError
+from ray_lance_stream.cluster.examiner import Examiner, Findings
+from ray_lance_stream.errors import BlockError, DeadlyRowError, TransformError
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import ErrorPolicy, SkippedRow
 
 BLOCK = Ranges(first_split=4, num_splits=3, start=10, stop=20)
 SPEC = PlanSpec(table=TableIdentity(version=1, fingerprint="f"), order=OrderSpec(num_splits=8), epoch=2)
@@ -24,11 +25,15 @@ HANDLE = PlanHandle(spec=SPEC, num_rows=400, matching_rows=None, schema=pa.schem
 Places = list[tuple[int, int]]
 
 
+METHODS = ("ready", "try_build", "rows_of", "left_out")
+
+
 class Host:
     """Starts prefetchers; ``fate`` says what building some places does: nothing, or raises."""
 
-    def __init__(self, fate: Callable[[Places], None]) -> None:
+    def __init__(self, fate: Callable[[Places], None], policy: ErrorPolicy | None = None) -> None:
         self.fate = fate
+        self.policy = policy or ErrorPolicy("raise")
         self.started = 0
         self.living: set[Any] = set()
         self.built: list[int] = []
@@ -36,9 +41,7 @@ class Host:
     def start(self) -> Any:
         self.started += 1
         actor = SimpleNamespace()
-        actor.__dict__.update(
-            {name: SimpleNamespace(remote=getattr(self, f"_{name}")) for name in ("ready", "try_build", "rows_of")}
-        )
+        actor.__dict__.update({name: SimpleNamespace(remote=getattr(self, f"_{name}")) for name in METHODS})
         self.living.add(id(actor))
         return actor
 
@@ -61,6 +64,10 @@ class Host:
     async def _rows_of(self, _: PlanHandle, ranges: Ranges) -> list[tuple[int, int, int]]:
         return [(1000 + position, split, position) for split, position in places(ranges)]
 
+    async def _left_out(self, handle: PlanHandle, ranges: Ranges, error: Exception) -> SkippedRow | None:
+        (row,) = await self._rows_of(handle, ranges)
+        return self.policy.left_out(error, *row)
+
 
 def places(ranges: Ranges) -> Places:
     splits, positions = ranges.places()
@@ -73,7 +80,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, host: Host, *blocks: Ranges) -> lis
 
     async def run() -> list[Any]:
         examiner = Examiner(host.start, start_timeout_s=5)
-        return await asyncio.gather(*(examiner.sound_parts(HANDLE, b) for b in blocks), return_exceptions=True)
+        return await asyncio.gather(*(examiner.examine(HANDLE, b) for b in blocks), return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -97,15 +104,15 @@ def test_the_row_is_named_after_few_deaths(monkeypatch: pytest.MonkeyPatch, vict
 
 def test_sound_blocks_are_left_whole_and_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(dies_of(lambda _: False))
-    assert examine(monkeypatch, host, BLOCK, BLOCK, BLOCK) == [[BLOCK]] * 3
+    assert examine(monkeypatch, host, BLOCK, BLOCK, BLOCK) == [Findings([BLOCK])] * 3
     assert host.started == 1 and not host.living
 
 
 def test_a_block_that_is_too_much_as_a_whole_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(dies_of(lambda rows: len(rows) > 10))
-    (parts,) = examine(monkeypatch, host, BLOCK)
-    assert [row for part in parts for row in places(part)] == places(BLOCK)
-    assert max(map(rows_of, parts)) <= 10 and len(parts) <= 4
+    (findings,) = examine(monkeypatch, host, BLOCK)
+    assert [row for part in findings.parts for row in places(part)] == places(BLOCK)
+    assert max(map(rows_of, findings.parts)) <= 10 and len(findings.parts) <= 4
 
 
 def test_a_process_killed_from_outside_makes_no_row_guilty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +122,46 @@ def test_a_process_killed_from_outside_makes_no_row_guilty(monkeypatch: pytest.M
         if next(deaths, False):
             raise ActorDiedError()
 
-    (parts,) = examine(monkeypatch, Host(fate), BLOCK)
-    assert [row for part in parts for row in places(part)] == places(BLOCK)
+    (findings,) = examine(monkeypatch, Host(fate, ErrorPolicy("skip")), BLOCK)
+    assert [row for part in findings.parts for row in places(part)] == places(BLOCK)
+    assert not findings.deadly
+
+
+def test_rows_that_kill_are_left_out_where_the_stream_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    victims = {(4, 10), (5, 14), (5, 15)}
+    host = Host(dies_of(lambda rows: not victims.isdisjoint(rows)), ErrorPolicy("skip"))
+    (findings,) = examine(monkeypatch, host, BLOCK)
+    assert [row for part in findings.parts for row in places(part)] == places(BLOCK)
+    assert {(row.split, row.position) for row in findings.deadly} == victims
+    assert {row.row_number for row in findings.deadly} == {1010, 1014, 1015}
+    assert all(row.reason.startswith("DeadlyRowError: row 10") and not row.replaced for row in findings.deadly)
+    for part in findings.parts:
+        assert rows_of(part) == 1 or victims.isdisjoint(places(part))
+
+
+def test_a_function_is_asked_whether_a_row_that_kills_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Exception] = []
+
+    def only_14(error: Exception) -> bool:
+        asked.append(error)
+        return "position 14" in str(error)
+
+    host = Host(dies_of(lambda rows: not {(4, 14), (5, 17)}.isdisjoint(rows)), ErrorPolicy(only_14))
+    (error,) = examine(monkeypatch, host, BLOCK)
+    assert isinstance(error, DeadlyRowError) and "position 17" in str(error)
+    assert [type(error) for error in asked] == [DeadlyRowError, DeadlyRowError]
+
+
+def test_a_row_that_spares_the_last_process_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = iter([True, True, False])
+
+    def fate(rows: Places) -> None:
+        if (len(rows) > 1 and (4, 10) in rows) or (rows == [(4, 10)] and next(alone, False)):
+            raise ActorDiedError()
+
+    (findings,) = examine(monkeypatch, Host(fate, ErrorPolicy("skip")), BLOCK)
+    assert [row for part in findings.parts for row in places(part)] == places(BLOCK)
+    assert not findings.deadly
 
 
 def test_an_error_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +170,7 @@ def test_an_error_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
         raise error("try_build", "traceback", TransformError("row 3"))
 
     host = Host(fate)
-    assert examine(monkeypatch, host, BLOCK) == [[BLOCK]]
+    assert examine(monkeypatch, host, BLOCK) == [Findings([BLOCK])]
     assert host.built == [30]
 
 
@@ -145,5 +190,5 @@ def test_without_a_process_the_block_is_asked_for_again(monkeypatch: pytest.Monk
         raise ActorDiedError()
 
     monkeypatch.setattr(host, "_ready", dead)
-    assert examine(monkeypatch, host, BLOCK) == [[BLOCK]]
+    assert examine(monkeypatch, host, BLOCK) == [Findings([BLOCK])]
     assert not host.living

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,15 +26,16 @@ def places(shard: Any) -> list[tuple[str, int]]:
     return found
 
 
-def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: Tables) -> None:
+def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: Tables, rng: Random) -> None:
     first, second = nodes.add_loader(), nodes.add_loader()
     stream = tables.stream(2000, prefetch=SMALL_BLOCKS)
     seen: list[list[int]] = []
+    fault_at = rng.randrange(5, 60)
     with opened(stream) as shard:
         wait_until(lambda: {node for node, _ in places(shard)} == {first.node_id, second.node_id}, 120, "one on each")
         for batch in shard.iter_batches(prefetch_batches=0):
             seen.append(batch["id"].tolist())
-            if shard.step == 20:
+            if shard.step == fault_at:
                 nodes.lose(second)
         # One was enough to go on. With a new node there are two again.
         third = nodes.add_loader()
@@ -42,7 +44,7 @@ def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: T
         manager = shard.link.session.manager
         for batch in shard.iter_batches(prefetch_batches=0):
             seen.append(batch["id"].tolist())
-            if shard.step == 20:
+            if shard.step == fault_at:
                 was = ray.get(manager.pid.remote())
                 os.kill(was, signal.SIGKILL)
                 os.kill(places(shard)[0][1], signal.SIGKILL)
@@ -51,18 +53,19 @@ def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: T
     assert seen == list(reference(stream, 2).values())
 
 
-def test_a_list_of_rows_that_is_lost_with_its_node_is_made_again(nodes: Nodes, tables: Tables) -> None:
+def test_a_list_of_rows_that_is_lost_with_its_node_is_made_again(nodes: Nodes, tables: Tables, rng: Random) -> None:
     first = nodes.add_loader()
     # More than travels within an answer: 30,000 rows of 8 bytes lie in the node's object store.
     prefetch = PrefetchConfig(num_actors=1, block_bytes=20_000, max_buffer_bytes=80_000, placement_timeout_s=120)
     options: dict[str, Any] = {"filter": "id >= 10000", "global_batch_size": 400, "prefetch": prefetch}
     stream = tables.stream(40_000, **options)
     seen: list[list[int]] = []
+    fault_at = rng.randrange(5, 60)
     with opened(stream) as shard:
         before = shard._open_plan().matching_rows
         for batch in shard.iter_batches(prefetch_batches=0):
             seen.append(batch["id"].tolist())
-            if shard.step == 20:
+            if shard.step == fault_at:
                 nodes.add_loader()
                 nodes.lose(first)
         for batch in shard.iter_batches():

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import time
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,10 @@ def read_on(shard: Any, seen: list[list[int]]) -> None:
         seen.append(batch["id"].tolist())
 
 
-def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables) -> None:
+def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables, rng: Random) -> None:
     stream = tables.stream(ROWS, prefetch=SMALL_BLOCKS)
     seen: list[list[int]] = []
+    fault_at = rng.randrange(2, 25)
     with opened(stream) as shard:
         while not all(blocks_of(shard)):  # the second one is a little late
             read_on(shard, seen)
@@ -55,7 +57,7 @@ def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables) -> None:
         try:
             for batch in shard.iter_batches(prefetch_batches=0):
                 seen.append(batch["id"].tolist())
-                if shard.step == 5:
+                if shard.step == fault_at:
                     os.kill(stopped, signal.SIGSTOP)
             assert shard._source.copies > 0  # else nothing was asked of it, and this test says nothing
             # A new worker group begins while it hangs, too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,15 +21,15 @@ NUM_CPUS = 8
 
 
 @pytest.mark.usefixtures("one_node")
-def test_a_run_in_which_every_kind_of_process_dies(tables: Tables, tmp_path: Path) -> None:
+def test_a_run_in_which_every_kind_of_process_dies(tables: Tables, tmp_path: Path, rng: Random) -> None:
     # Eight steps of 32 rows an epoch, read in blocks of about 50: there is always something to be lost.
     prefetch = PrefetchConfig(block_bytes=1500, max_buffer_bytes=5000, placement_timeout_s=120)
     stream = tables.stream(259, num_splits=8, global_batch_size=32, prefetch=prefetch)
     faults: list[list[Any]] = [
-        [0, 1, 0, "prefetcher"],
-        [0, 4, 1, "worker"],  # after the checkpoint of step 2
-        [1, 2, 0, "manager+prefetcher"],
-        [1, 4, 1, "coordinator"],
+        [0, rng.randrange(1, 4), rng.randrange(2), "prefetcher"],
+        [0, rng.randrange(3, 7), rng.randrange(2), "worker"],  # after the checkpoint of step 2
+        [1, rng.randrange(1, 4), rng.randrange(2), "manager+prefetcher"],
+        [1, rng.randrange(4, 7), rng.randrange(2), "coordinator"],
     ]
     reports = [[0, 2], [1, 1], [1, 3], [1, 6]]
     result = fit(loop, {"train": stream}, 2, tmp_path, max_failures=1, report_at=reports, faults=faults)
@@ -43,13 +44,16 @@ def test_a_run_in_which_every_kind_of_process_dies(tables: Tables, tmp_path: Pat
 
 
 @pytest.mark.timeout(600)
-def test_a_run_shrinks_with_a_lost_node_and_grows_with_new_ones(nodes: Nodes, tables: Tables, tmp_path: Path) -> None:
+def test_a_run_shrinks_with_a_lost_node_and_grows_with_new_ones(
+    nodes: Nodes, tables: Tables, tmp_path: Path, rng: Random
+) -> None:
     nodes.add_loader()
     nodes.add_trainer()
     lost = nodes.add_trainer()
     prefetch = PrefetchConfig(num_actors=1, placement_timeout_s=120)
     stream = tables.stream(403, num_splits=8, global_batch_size=16, prefetch=prefetch)
     failed: list[BaseException] = []
+    steps = rng.randrange(2, 16)  # before the next fault
 
     def run() -> None:
         try:
@@ -73,12 +77,12 @@ def test_a_run_shrinks_with_a_lost_node_and_grows_with_new_ones(nodes: Nodes, ta
     training = threading.Thread(target=run)
     training.start()
     try:
-        wait_until(lambda: steps_at(tmp_path, 2, failed) > 8, 180, "steps of two workers")
+        wait_until(lambda: steps_at(tmp_path, 2, failed) > steps, 180, "steps of two workers")
         nodes.lose(lost)
-        wait_until(lambda: steps_at(tmp_path, 1, failed) > 8, 180, "steps of one worker")
+        wait_until(lambda: steps_at(tmp_path, 1, failed) > steps, 180, "steps of one worker")
         nodes.add_trainer()
         nodes.add_trainer()
-        wait_until(lambda: steps_at(tmp_path, 3, failed) > 8, 180, "steps of three workers")
+        wait_until(lambda: steps_at(tmp_path, 3, failed) > steps, 180, "steps of three workers")
     finally:
         (tmp_path / "log").mkdir(exist_ok=True)
         epochs = [entry["at"][0] for entry in read_log(tmp_path) if "at" in entry]

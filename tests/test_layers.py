@@ -66,6 +66,7 @@ ORDER = (
     "resuming",
     "gathering",
     "position",
+    "groupagreement",
     "agreement",
     "link",
     "core",
@@ -86,6 +87,7 @@ ORDER = (
     "cluster.examiner",
     "cluster.coordinator",
     "cluster.notes",
+    "cluster.told",
     "cluster.manager",
     "cluster.pool",
     "cluster.requests",
@@ -97,6 +99,8 @@ ORDER = (
     "trainlink",
     "saving",
     "train",
+    "mapbatches",
+    "datasource",
     "stream",
     "testing",
     # The command line.
@@ -151,7 +155,7 @@ ROWS_TO_BLOCKS = (
     "block",
     "tokens",
 )
-RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource")  # and cluster/
+RAY_MODULES = ("trainlink", "saving", "train", "stream", "rowsource", "datasource", "mapbatches")  # and cluster/
 TORCH_MODULES = ("packedstream", "dataset", "loader")  # their classes are torch's
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
@@ -166,6 +170,7 @@ LANCE_MODULES = {
     "tokens",
     "local",
     "rowsource",
+    "datasource",
     "dataset",
     "loader",
 }

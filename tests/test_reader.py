@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -201,6 +203,43 @@ def test_blocks_and_read_ahead_shrink_where_rows_are_heavy_and_recover() -> None
     assert [cycles[start] for start in (16, 20)] == [4, 4]
     assert all(cycles[start] == 1 for start in range(24, 31))
     assert max(size for start, size in cycles.items() if start > 31) > 1, "the expectation falls again, in steps"
+
+
+def test_what_turns_out_too_heavy_is_given_up_while_nobody_reads() -> None:
+    """The consumer sleeps: blocks arrive, and tell what those that were not begun will weigh."""
+    source = Source(lambda cycle: ROW_BYTES if cycle < 4 else 20 * ROW_BYTES)
+    reader = make_reader(source, max_bytes=16_000, block_bytes=1600)
+    source.held_back = False
+    reader.read(range(4))
+    source.held_back = True
+    reader.release(1)
+    open_blocks = [index for index, future in enumerate(source.futures) if not future.done()]
+    assert len(open_blocks) >= 4
+    first, second = open_blocks[:2]
+    for index in (first, second):
+        source.futures[index].set_running_or_notify_cancel()  # being built
+    source.answer(first)
+    assert [index for index in open_blocks if source.futures[index].cancelled()] == open_blocks[2:]
+    source.answer(second)
+    assert reader.buffered_bytes < 2 * source.size(source.asked[second]) + 16_000
+    source.held_back = False
+    assert places(reader.read(range(4, 4 * CYCLES))) == [(p, s) for p in range(1, CYCLES) for s in range(4)]
+
+
+def test_a_block_is_gone_when_it_is_released() -> None:
+    """Without waiting for the garbage collector."""
+    source = Source()
+    reader = make_reader(source)
+    table = reader._wait(reader._blocks[0]) if reader.read(range(4)) else None
+    gone = weakref.ref(table) if table is not None else lambda: True
+    del table
+    source.futures.clear()
+    gc.disable()
+    try:
+        reader.release(CYCLES)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_blocks_begin_small_grow_and_end_where_steps_end() -> None:

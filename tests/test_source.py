@@ -27,12 +27,14 @@ from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.cluster import requests as requests_module
 from ray_lance_stream.cluster import source as source_module
 from ray_lance_stream.cluster.cuts import halves
+from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.prefetcher import Prefetcher
 from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.errors import BlockError, StaleIncarnationError, StreamClosedError, TransformError
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import SkippedRow
 
 RANGES = Ranges(first_split=0, num_splits=4, start=0, stop=1)
 UNAVAILABLE = ActorUnavailableError("", bytes(16))
@@ -87,7 +89,7 @@ class Cluster:
         self.actors = [Actor(str(index)) for index in range(actors)]
         self.pool = Method(lambda: list(self.actors))
         self.ensure = Method(self.plan)
-        self.examine = Method(lambda *_: [])
+        self.examine = Method(lambda *_: Findings())
         self.now, self.initialized = 100.0, True
         self.cancelled: list[Ref] = []
         self.lists = 0
@@ -391,7 +393,7 @@ def test_a_block_is_examined_after_three_processes_died_with_it(cluster: Cluster
     del cluster.actors[1]
     source = cluster.source()
     handle = source.plan(spec())
-    cluster.examine.answer = lambda *_: [RANGES]
+    cluster.examine.answer = lambda *_: Findings([RANGES])
     for _ in range(20):  # one process that is not there: it is asked again and again while it is being restarted
         die(cluster, source, handle, other_process=False)
     assert not cluster.examine.calls
@@ -419,7 +421,7 @@ def test_a_block_that_is_too_much_as_a_whole_is_put_together_from_its_parts(clus
     source = cluster.source()
     handle = source.plan(spec())
     first, second = halves(RANGES) or (RANGES, RANGES)
-    cluster.examine.answer = lambda *_: [first, second]
+    cluster.examine.answer = lambda *_: Findings([first, second])
     for _ in range(3):
         die(cluster, source, handle)
     for attempt in range(2):  # the second time without another examination
@@ -432,6 +434,44 @@ def test_a_block_that_is_too_much_as_a_whole_is_put_together_from_its_parts(clus
                     ref.set_result(pa.table({"split": call[1].places()[0]}))
         assert answer.result(5)["split"].to_pylist() == [0, 1, 2, 3], attempt
     assert len(cluster.examine.calls) == 1
+
+
+def test_rows_that_kill_are_named_in_the_requests_of_their_plan(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle, next_epoch = source.plan(spec()), source.plan(spec(1))
+    row = SkippedRow(row_number=7, split=2, position=0, reason="kills")
+    first, second = halves(RANGES) or (RANGES, RANGES)  # splits 0 and 1, 2 and 3
+    cluster.examine.answer = lambda *_: Findings([first, second], [row])
+    for _ in range(3):
+        die(cluster, source, handle)
+    sent = sum(asked(cluster))
+    source.request(handle, RANGES)
+    until(functools.partial(is_asked, cluster, sent + 2))
+    found = {call[1]: call[3] for actor in cluster.actors for call in actor.build.calls[-2:] if call[1] != RANGES}
+    assert found == {first: (), second: (row,)}
+    later = Ranges(first_split=0, num_splits=4, start=1, stop=9)
+    for plan, ranges, expected in ((handle, later, ()), (handle, second, (row,)), (next_epoch, second, ())):
+        source.request(plan, ranges)
+        calls = [actor.build.calls[-1] for actor in cluster.actors if actor.build.calls]
+        assert (plan, ranges, 1, expected) in calls
+
+
+def test_time_begins_anew_when_a_row_that_kills_was_found(cluster: Cluster) -> None:
+    """The blocks that its process took along were lost for as long as it was looked for."""
+    source = cluster.source()
+    handle = source.plan(spec())
+    assert source.retry_delay_s(UNAVAILABLE, 9, 70.0) is None
+    row = SkippedRow(row_number=7, split=2, position=0, reason="kills")
+    cluster.examine.answer = lambda *_: Findings([RANGES], [row])
+    for _ in range(3):
+        die(cluster, source, handle)
+    sent = sum(asked(cluster))
+    source.request(handle, RANGES)
+    until(functools.partial(is_asked, cluster, sent + 1))
+    cluster.now += 50
+    assert source.retry_delay_s(UNAVAILABLE, 9, 70.0) is not None
+    cluster.now += 20
+    assert source.retry_delay_s(UNAVAILABLE, 9, 70.0) is None
 
 
 def is_asked(cluster: Cluster, calls: int) -> bool:

@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RuntimeEnvSetupError
+from ray.exceptions import RayActorError, RayError, RuntimeEnvSetupError
 
 from ray_lance_stream.cluster.answers import cause_of
-from ray_lance_stream.cluster.examiner import Examiner
+from ray_lance_stream.cluster.examiner import Examiner, Findings
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request, extra_options
@@ -22,11 +22,14 @@ from ray_lance_stream.config import PrefetchConfig
 from ray_lance_stream.errors import LanceStreamError, PlacementError, explain
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import SkippedRow
 
 cluster_nodes: Any = ray.nodes  # untyped
 logger = logging.getLogger("ray_lance_stream")
 _RETRY_PAUSE_S = 0.5
 _PLANS_KEPT = 4
+_LOST_BEFORE_EXAMINED = 3  # prefetchers that were lost while they opened a plan, before its first rows are suspected
+_MORE_EXAMINED = 4  # where all of the first rows are left out, so many times as many are built
 _PLAN_PATIENCE_S = 5.0  # opening takes a second or less; with a filter longer, and is then done twice
 _FENCE_WAIT_S = 2.0  # an answer takes a millisecond; a node that is lost needs longer to be noticed
 
@@ -134,17 +137,25 @@ class Coordinator:
                     del self._plans[old]
             return dataclasses.replace(await asyncio.shield(task), spec=spec)
 
-    async def examine(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
-        """Finds out whether a block kills the processes that build it; see ``Examiner.sound_parts``."""
+    async def examine(self, handle: PlanHandle, ranges: Ranges) -> Findings:
+        """Finds out whether a block kills the processes that build it; see ``Examiner.examine``."""
         with self._leases.busy():
-            return await self._examiner.sound_parts(handle, ranges)
+            return await self._examiner.examine(handle, ranges)
 
     async def _open(self, spec: PlanSpec) -> PlanHandle:
-        began = time.monotonic()
+        began, lost, examined = time.monotonic(), 0, 0
+        deadly: tuple[SkippedRow, ...] = ()
         while True:
             try:
-                return await self._open_somewhere(spec)
+                return await self._open_somewhere(spec, deadly)
             except RayError as error:
+                lost += isinstance(error, RayActorError)
+                if lost >= _LOST_BEFORE_EXAMINED:
+                    lost = 0
+                    found = await self._deadly_among_first(spec, _MORE_EXAMINED**examined)
+                    if set(found) - set(deadly):
+                        deadly, began, examined = tuple(found), time.monotonic(), examined + 1
+                        continue
                 cause = cause_of(error)
                 final = isinstance(cause, LanceStreamError) or not isinstance(cause, (OSError, RayError))
                 if final or time.monotonic() - began > self._config.retry_window_s:
@@ -152,24 +163,36 @@ class Coordinator:
                 logger.warning("opening a plan failed (%s); asking again", type(cause).__name__)
                 await asyncio.sleep(_RETRY_PAUSE_S)
 
-    async def _open_somewhere(self, spec: PlanSpec) -> PlanHandle:
+    async def _deadly_among_first(self, spec: PlanSpec, factor: int) -> list[SkippedRow]:
+        """Examines the rows that opening a plan builds: the first of epoch 0, which fix the schema."""
+        pool = await self.pool()
+        try:
+            first_ref, rows_ref = pool[self._turn % len(pool)].count_plan.options(num_returns=2).remote(spec, factor)
+            handle, ranges = await first_ref
+        except RayError:
+            return []  # lost, or an error, which opening the plan meets as well
+        if spec.order.is_listed:
+            handle = dataclasses.replace(handle, matching_rows=rows_ref)
+        return (await self._examiner.examine(handle, ranges)).deadly
+
+    async def _open_somewhere(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:
         """Asks a prefetcher, and one more if that takes long; the first answer counts."""
-        asked = {await self._open_at_next(spec)}
+        asked = {await self._open_at_next(spec, deadly)}
         try:
             done, _ = await asyncio.wait(asked, timeout=_PLAN_PATIENCE_S)
             if not done and len(self._ready) > 1:
-                asked.add(await self._open_at_next(spec))
+                asked.add(await self._open_at_next(spec, deadly))
             done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
             for task in asked:
                 task.cancel()
 
-    async def _open_at_next(self, spec: PlanSpec) -> asyncio.Task[PlanHandle]:
+    async def _open_at_next(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> asyncio.Task[PlanHandle]:
         pool = await self.pool()
         prefetcher = pool[self._turn % len(pool)]
         self._turn += 1
-        return asyncio.get_running_loop().create_task(_open_at(prefetcher, spec))
+        return asyncio.get_running_loop().create_task(_open_at(prefetcher, spec, deadly))
 
     async def _await_first(self) -> None:
         if self._watch is None:
@@ -216,7 +239,7 @@ class Coordinator:
         await asyncio.gather(*(one(index, prefetcher) for index, prefetcher in enumerate(self._pool)))
 
 
-async def _open_at(prefetcher: Any, spec: PlanSpec) -> PlanHandle:
-    handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec)
+async def _open_at(prefetcher: Any, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:
+    handle_ref, rows_ref = prefetcher.open_plan.options(num_returns=2).remote(spec, deadly)
     handle: PlanHandle = await handle_ref
     return handle if not spec.order.is_listed else dataclasses.replace(handle, matching_rows=rows_ref)

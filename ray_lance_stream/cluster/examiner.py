@@ -12,12 +12,14 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_lance_stream.cluster.cuts import halves, rows_of
-from ray_lance_stream.errors import BlockError, explain
+from ray_lance_stream.errors import BlockError, DeadlyRowError, explain
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import SkippedRow
 
 logger = logging.getLogger("ray_lance_stream")
 _TRIALS: Final = 2  # processes that must die of a single row, after those that died of more, before it is blamed
-# Finding one row among 2**40 takes 40 deaths and the trials. More means that it is not a row.
+_TRIALS_TO_SKIP: Final = 3  # a row that is left out is no error that somebody looks at
+# Finding one row among 2**40 takes 40 deaths and the trials. More, for each row found, means that it is not a row.
 _MOST_DEATHS: Final = 48
 
 
@@ -26,9 +28,16 @@ class ExaminerUnavailableError(Exception):
 
 
 @dataclass
-class _Findings:
-    deaths: int = 0
-    sound: list[Ranges] = field(default_factory=list)
+class Findings:
+    """What is wrong with a block.
+
+    Attributes:
+        parts: What it must be cut into to be built, its rows in canonical order: often just itself.
+        deadly: Rows of it that kill every process that reads them, and that the stream leaves out or replaces.
+    """
+
+    parts: list[Ranges] = field(default_factory=list)
+    deadly: list[SkippedRow] = field(default_factory=list)
 
 
 class Examiner:
@@ -48,14 +57,16 @@ class Examiner:
         self._turn = asyncio.Lock()
         self._waiting = 0  # examinations under way and waiting: they share the process, unless one kills it
         self._actor: Any = None
+        self._deaths = 0  # in this examination, since the last row was found
 
-    async def sound_parts(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
-        """Returns what a block must be cut into to be built: often just itself.
+    async def examine(self, handle: PlanHandle, ranges: Ranges) -> Findings:
+        """Returns how a block can be built.
 
-        A block that can be built in parts only was too much for its process as a whole.
+        One that can be built in parts only was too much for its process as a whole.
 
         Raises:
-            BlockError: One of its rows kills every process that reads it; the message names it.
+            DeadlyRowError: One of its rows kills every process that reads it, and the stream skips no such row.
+            BlockError: Its processes die, and no single row is the cause.
         """
         self._waiting += 1
         try:
@@ -67,45 +78,60 @@ class Examiner:
                 ray.kill(self._actor, no_restart=True)
                 self._actor = None
 
-    async def _examine(self, handle: PlanHandle, ranges: Ranges) -> list[Ranges]:
+    async def _examine(self, handle: PlanHandle, ranges: Ranges) -> Findings:
         logger.warning("a block of %d rows was lost with its process again and again: examining it", rows_of(ranges))
-        findings = _Findings()
+        findings = Findings()
+        self._deaths = 0
         try:
             await self._search(handle, ranges, findings)
         except ExaminerUnavailableError as error:
             logger.warning("could not examine the block: %s", error)
-            return [ranges]
-        return findings.sound
+            return Findings(parts=[ranges])
+        if findings.deadly:
+            logger.warning("%d of %d rows kill their readers and are left out", len(findings.deadly), rows_of(ranges))
+        return findings
 
-    async def _search(self, handle: PlanHandle, part: Ranges, findings: _Findings) -> None:
-        death = await self._death_of(handle, part, findings)
+    async def _search(self, handle: PlanHandle, part: Ranges, findings: Findings) -> None:
+        death = await self._death_of(handle, part)
         if death is None:
-            findings.sound.append(part)
+            findings.parts.append(part)
             return
         pair = halves(part)
         if pair is not None:
             for half in pair:
                 await self._search(handle, half, findings)
             return
-        for _ in range(_TRIALS - 1):
-            if await self._death_of(handle, part, findings) is None:
-                findings.sound.append(part)
-                return
-        raise await self._blame(handle, part, death)
+        if not await self._dies_again(handle, part, _TRIALS - 1):
+            findings.parts.append(part)
+            return
+        error = await self._blamed(handle, part, death)
+        row = await self._left_out(handle, part, error)
+        if row is None:
+            raise error
+        findings.parts.append(part)
+        if await self._dies_again(handle, part, _TRIALS_TO_SKIP - _TRIALS):
+            findings.deadly.append(row)
+            self._deaths = 0
 
-    async def _death_of(self, handle: PlanHandle, part: Ranges, findings: _Findings) -> RayActorError | None:
+    async def _dies_again(self, handle: PlanHandle, part: Ranges, times: int) -> bool:
+        for _ in range(times):
+            if await self._death_of(handle, part) is None:
+                return False
+        return True
+
+    async def _death_of(self, handle: PlanHandle, part: Ranges) -> RayActorError | None:
         """Builds a part; returns what its process died of, None if it lives."""
         actor = await self._living()
         try:
             await actor.try_build.remote(handle, part)
         except RayActorError as error:
             self._actor = None
-            findings.deaths += 1
-            if findings.deaths >= _MOST_DEATHS:
+            self._deaths += 1
+            if self._deaths >= _MOST_DEATHS:
                 raise BlockError(
                     explain(
                         f"building a block of {rows_of(part)} rows kills its process, and no single row is the cause",
-                        found=f"{findings.deaths} processes that died, the last one so: {_in_short(error)}",
+                        found=f"{self._deaths} processes that died, the last one so: {_in_short(error)}",
                         expected="blocks that can be built, however they are cut",
                         remedy="look at the nodes' memory and at the transform",
                     )
@@ -126,18 +152,25 @@ class Examiner:
             self._actor = actor
         return self._actor
 
-    async def _blame(self, handle: PlanHandle, row: Ranges, death: RayActorError) -> BlockError:
+    async def _blamed(self, handle: PlanHandle, row: Ranges, death: RayActorError) -> DeadlyRowError:
         actor = await self._living()
         ((number, split, position),) = await actor.rows_of.remote(handle, row)
-        return BlockError(
+        return DeadlyRowError(
             explain(
                 f"row {number} of the table (split {split}, position {position}, epoch {handle.spec.epoch}) kills "
                 "the process that reads or transforms it",
                 found=f"{_TRIALS} of {_TRIALS} processes that had nothing else to do died of it: {_in_short(death)}",
                 expected="a row that can be read and transformed, or fails with an error",
-                remedy="mend or delete the row, leave it out with filter=..., or change the transform",
+                remedy="mend or delete the row, leave it out with filter=... or on_transform_error='skip', or change "
+                "the transform",
             )
         )
+
+    async def _left_out(self, handle: PlanHandle, row: Ranges, error: DeadlyRowError) -> SkippedRow | None:
+        """Asks what ``on_transform_error`` says of it; None if it is to be an error."""
+        actor = await self._living()
+        skipped: SkippedRow | None = await actor.left_out.remote(handle, row, error)
+        return skipped
 
 
 def _in_short(error: BaseException) -> str:

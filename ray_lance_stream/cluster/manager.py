@@ -13,6 +13,7 @@ from typing import Any
 
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.notes import Notes
+from ray_lance_stream.cluster.told import Standing, Told
 from ray_lance_stream.errors import LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
 from ray_lance_stream.stats import RunProgress
@@ -22,21 +23,6 @@ logger = logging.getLogger("ray_lance_stream")
 _HISTORY = 32  # steps a fast worker may be ahead of a slow one when a state is collected
 _GRACE_S = 10.0  # how long a report waits for workers that may be dead, or busy saving
 _ROUNDS_KEPT = 4
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A state a worker has, or will have after the step it was handed."""
-
-    epoch: int
-    step: int
-    state: StreamState
-    partial: bool = False  # exact for the splits of this worker's replica only: rows may be skipped
-
-    @property
-    def at(self) -> tuple[int, int]:
-        """(epoch, step)."""
-        return self.epoch, self.step
 
 
 @dataclass
@@ -57,6 +43,7 @@ class StateManager(Notes):
     def __init__(self, session_id: str, idle_timeout_s: float) -> None:
         super().__init__()
         self._session_id = session_id
+        self._started = time.time_ns()
         self._leases = Leases(idle_timeout_s)
         self._incarnation = 0
         self._seats: dict[int, Seat] = {}
@@ -68,9 +55,10 @@ class StateManager(Notes):
     def __repr__(self) -> str:
         return f"StateManager({self._session_id})"
 
-    async def renew(self, holder: str) -> None:
-        """Takes or renews a lease."""
+    async def renew(self, holder: str) -> int:
+        """Takes or renews a lease; returns when the manager started, which tells whether it has been restarted."""
         self._leases.renew(holder)
+        return self._started
 
     async def release(self, holder: str) -> None:
         """Gives a lease back."""
@@ -122,9 +110,7 @@ class StateManager(Notes):
         current = self._rounds.setdefault(number, _Round(seat.world_size))
         if current.done.is_set() and current.error is None and standing is not None:
             self._compare_late(current, seat, standing)
-        current.arrived[seat.world_rank] = standing
-        if len(current.arrived) == current.world_size:
-            self._close(current)
+        self._arrive(current, seat, standing)
         if not current.done.is_set():
             await self._wait(current, number)
         for old in [n for n in self._rounds if n <= number - _ROUNDS_KEPT]:
@@ -135,10 +121,19 @@ class StateManager(Notes):
             raise LockstepError(current.error)
         return current.merged
 
-    async def remember(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
-        """Notes what a replica has said in :meth:`agree`; sent now and then, should the manager be restarted."""
-        if self._admit(seat.incarnation):
-            await self._note_said(seat, said)
+    async def remember(self, told: Told) -> None:
+        """Notes what a worker told a manager that has died: others may be waiting for it."""
+        seat = told.seat
+        if not self._admit(seat.incarnation):
+            return
+        self._seats[seat.world_rank] = seat
+        newer = self._history.get(seat.world_rank, ())
+        older = {standing.at: standing for standing in told.standings}
+        merged = sorted((older | {s.at: s for s in newer}).values(), key=lambda standing: standing.at)
+        self._history[seat.world_rank] = deque(merged, maxlen=_HISTORY)
+        for number, standing in told.reports.items():
+            self._arrive(self._rounds.setdefault(number, _Round(seat.world_size)), seat, standing)
+        await self._note_said(seat, told.servable)
 
     async def _note_said(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
         for place, servable in said.items():
@@ -229,6 +224,11 @@ class StateManager(Notes):
 
     def _at(self, at: tuple[int, int]) -> dict[int, Standing]:
         return {rank: s for rank, history in self._history.items() for s in history if s.at == at}
+
+    def _arrive(self, current: _Round, seat: Seat, standing: Standing | None) -> None:
+        current.arrived[seat.world_rank] = standing
+        if len(current.arrived) == current.world_size:
+            self._close(current)
 
     def _close(self, current: _Round) -> None:
         """Ends a round with those that have arrived, and what the others announced for the same step."""

@@ -15,6 +15,7 @@ from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import SkippedRow
 
 # Two blocks at a time: one is read while the transform works on the other. Control calls have a thread
 # of their own, so that they never wait behind blocks.
@@ -60,14 +61,20 @@ class Prefetcher:
             return dict(self._built)
 
     @ray.method(concurrency_group="build")
-    def open_plan(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
+    def open_plan(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...] = ()) -> tuple[PlanHandle, IntArray | None]:
         """Opens a plan; called with ``num_returns=2``, so that the rows travel through the object store."""
         with _no_panic("opening a plan"):
-            return self._builder.open_plan(spec)
+            return self._builder.open_plan(spec, deadly)
 
     @ray.method(concurrency_group="build")
-    def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int) -> Any:
-        """Returns a block: a table, or a ``sifting.Sifted``.
+    def count_plan(self, spec: PlanSpec, factor: int) -> tuple[tuple[PlanHandle, Ranges], IntArray | None]:
+        """Returns which rows opening a plan builds, and does not build them; called as ``open_plan``."""
+        with _no_panic("counting a plan"):
+            return self._builder.count_plan(spec, factor)
+
+    @ray.method(concurrency_group="build")
+    def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int, deadly: tuple[SkippedRow, ...] = ()) -> Any:
+        """Returns a block: a table, or a ``sifting.Sifted``; ``deadly`` rows of it are not touched.
 
         Raises:
             StaleIncarnationError: A newer incarnation has been announced, or has asked for a block.
@@ -80,7 +87,7 @@ class Prefetcher:
         if stale:
             raise StaleIncarnationError(f"the worker group {incarnation} has been replaced by a newer one")
         with _no_panic("building a block"):
-            table, stats = self._builder.build(handle, ranges, _resolve)
+            table, stats = self._builder.build(handle, ranges, _resolve, deadly)
         with self._lock:
             self._built["blocks"] += 1
             self._built["rows"] += stats.rows
@@ -96,8 +103,17 @@ class Prefetcher:
             self._builder.build(handle, ranges, _resolve)
 
     @ray.method(concurrency_group="control")
+    def left_out(self, handle: PlanHandle, ranges: Ranges, error: Exception) -> SkippedRow | None:
+        """Returns how a single row with this error is left out, None if the stream does not tolerate the error."""
+        ((number, split, position),) = self._rows_of(handle, ranges)
+        return self._builder.left_out(error, number, split, position)
+
+    @ray.method(concurrency_group="control")
     def rows_of(self, handle: PlanHandle, ranges: Ranges) -> list[tuple[int, int, int]]:
         """Returns (row number, split, position) of every row of a block, without reading it."""
+        return self._rows_of(handle, ranges)
+
+    def _rows_of(self, handle: PlanHandle, ranges: Ranges) -> list[tuple[int, int, int]]:
         splits, positions = ranges.places()
         rows = Plan(handle.spec, handle.num_rows, _resolve(handle.matching_rows)).rows(splits, positions)
         return list(zip(rows.tolist(), splits.tolist(), positions.tolist(), strict=True))

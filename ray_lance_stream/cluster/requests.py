@@ -22,6 +22,7 @@ from ray_lance_stream.cluster.cuts import rows_of
 from ray_lance_stream.cluster.pool import Call, Member, Pool
 from ray_lance_stream.errors import LanceStreamError
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import SkippedRow
 
 logger = logging.getLogger("ray_lance_stream")
 _WARN_EVERY_S: Final = 5.0
@@ -36,6 +37,7 @@ class Request:
 
     handle: PlanHandle
     ranges: Ranges
+    deadly: tuple[SkippedRow, ...] = ()  # rows of it that are known to kill who reads them
     answer: Future[Any] = field(default_factory=Future)
     calls: list[Call] = field(default_factory=list)
     copied: bool = False
@@ -78,7 +80,9 @@ class Requests:
             self._open[request] = None
             call = self._new_call(request, self._pool.best(time.monotonic()))
         self._send(request, call)
-        request.answer.add_done_callback(lambda done: self._abandon(request) if done.cancelled() else None)
+        # Later: what is too much is given up on whichever thread a block has arrived.
+        abandon = functools.partial(self._abandon, request)
+        request.answer.add_done_callback(lambda done: self.later(abandon) if done.cancelled() else None)
 
     def deaths_with(self, request: Request) -> int:
         """Returns how many processes have died, as far as is known, while they had this block to build."""
@@ -140,7 +144,7 @@ class Requests:
         actor, process = call.member.actor, None
         if request.key in self._deaths:  # a block that was lost before: which process has it now?
             process = actor.ready.remote().future()
-        call.ref = actor.build.remote(request.handle, request.ranges, self._incarnation)
+        call.ref = actor.build.remote(request.handle, request.ranges, self._incarnation, request.deadly)
         call.ref.future().add_done_callback(lambda done: self._settle(request, call, process, done))
 
     def _settle(self, request: Request, call: Call, process: Future[Any] | None, done: Future[Any]) -> None:

@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_lance_stream.agreement import Agreement
 from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.coordinator import Coordinator
-from ray_lance_stream.cluster.manager import Standing, StateManager
+from ray_lance_stream.cluster.manager import StateManager
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.source import RaySource
+from ray_lance_stream.cluster.told import Memory, Standing, keep_alive
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import StreamClosedError
@@ -32,7 +33,6 @@ from ray_lance_stream.topology import Seat
 logger = logging.getLogger("ray_lance_stream")
 NAMESPACE: Final = "ray_lance_stream"
 _POLL_S: Final = 0.5  # how soon a wait for other replicas notices that nobody wants its answer any more
-_SAID_KEPT: Final = 4
 _MANY_CALLS: Final = 100_000  # concurrent calls an async actor takes: every rank may wait in one
 
 
@@ -62,7 +62,7 @@ class Session:
         answer_of(self.manager.begin.remote(incarnation))
         return incarnation
 
-    def renew(self, holder: str) -> list[ray.ObjectRef[None]]:
+    def renew(self, holder: str) -> list[ray.ObjectRef[Any]]:
         """Takes or renews a holder's lease on both actors. Does not wait."""
         return [a.renew.options(max_task_retries=0).remote(holder) for a in (self.coordinator, self.manager)]
 
@@ -149,20 +149,6 @@ def _actors_of(stream_id: str, suffix: str) -> list[Any]:
     return found
 
 
-@dataclass
-class _Said:
-    """What this replica said lately in agreements."""
-
-    seat: Seat | None = None
-    cycles: dict[tuple[int, int], int] = field(default_factory=dict)  # by (epoch, cycle): up to which it can serve
-
-    def add(self, seat: Seat, place: tuple[int, int], servable: int) -> dict[tuple[int, int], int]:
-        """Notes what is being said; returns it with what was said before."""
-        self.seat = seat
-        self.cycles = dict([*self.cycles.items(), (place, servable)][-_SAID_KEPT:])
-        return self.cycles
-
-
 class RayLink:
     """Connects a shard to a session's actors; see ``link.Link``.
 
@@ -177,13 +163,13 @@ class RayLink:
         self._owned = owned
         self._stop = threading.Event()
         self._holder = uuid.uuid4().hex
-        self._said = _Said()
+        self._memory = Memory()
         self._partial = False
         self._agreement = agreement
 
     def hold(self) -> None:
         """Takes a lease and renews it until the link is closed or dropped: from now on the actors are needed."""
-        _keep_alive(self.session, self._holder, self._stop, self._said)
+        keep_alive(self.session, self._holder, self._stop, self._memory)
         weakref.finalize(self, self._stop.set)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -210,8 +196,10 @@ class RayLink:
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """See ``Link``; sent and not waited for."""
+        standing = Standing(state.epoch, step, state, self._partial)
+        self._memory.stand(seat, standing)
         push = self.session.manager.push.options(max_task_retries=0)  # one that is lost is followed by others
-        push.remote(seat, Standing(state.epoch, step, state, self._partial))
+        push.remote(seat, standing)
 
     def agree(self, seat: Seat, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
         """See ``Link``; asks the state manager, which waits until all replicas have said it."""
@@ -221,7 +209,7 @@ class RayLink:
             return self._agreement.least(epoch, cycle, servable, stop)
         if self._owned:
             return servable  # a session of its own: the other replicas are not in it
-        said = self._said.add(seat, (epoch, cycle), servable)
+        said = self._memory.say(seat, (epoch, cycle), servable)
         ref = self.session.manager.agree.remote(seat, said, (epoch, cycle))
         while not ray.wait([ref], timeout=_POLL_S)[0]:
             if stop.is_set():
@@ -229,9 +217,23 @@ class RayLink:
         answer: int = answer_of(ref)
         return answer
 
+    def commit(self, seat: Seat, number: int, standing: Standing | None) -> StreamState | None:
+        """Reports to the manager, and returns the state that all ranks agree on; see ``StateManager.commit``."""
+        self._memory.report(seat, number, standing)
+        merged: StreamState | None = answer_of(self.session.manager.commit.remote(seat, number, standing))
+        return merged
+
+    def collect(self, seat: Seat, standing: Standing, timeout_s: float) -> StreamState:
+        """Returns the state of all ranks after this one's step; see ``StateManager.collect``."""
+        self._memory.stand(seat, standing)
+        merged: StreamState = answer_of(self.session.manager.collect.remote(seat, standing, timeout_s))
+        return merged
+
     def close(self) -> None:
         """See ``Link``."""
         self._stop.set()
+        if self._agreement is not None:
+            self._agreement.close()
         if self._owned:
             self.session.kill()
             return
@@ -245,22 +247,3 @@ def _rebuild_link(session: Session, owned: bool) -> RayLink:
     link = RayLink(session, owned=owned)
     link.hold()
     return link
-
-
-def _keep_alive(session: Session, holder: str, stop: threading.Event, said: _Said) -> None:
-    """Renews the leases until ``stop`` is set, on a thread that refers to nothing else of the shard."""
-
-    def renew() -> None:
-        failed = False
-        while not stop.is_set() and ray.is_initialized():
-            try:
-                session.renew(holder)
-                if said.seat is not None:
-                    session.manager.remember.options(max_task_retries=0).remote(said.seat, said.cycles)
-            except Exception:  # whatever it is, the next renewal may work, and without any the stream ends
-                if not failed:
-                    logger.warning("could not renew the stream's lease; trying again", exc_info=True)
-                failed = True
-            stop.wait(session.prefetch.idle_timeout_s / 4)
-
-    threading.Thread(target=renew, name="lance-stream-lease", daemon=True).start()

@@ -12,11 +12,12 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelledError
 
 from ray_lance_stream.cluster.answers import answer_of, cause_of
+from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.requests import Request, Requests
 from ray_lance_stream.errors import LanceStreamError, StreamClosedError
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
-from ray_lance_stream.sifting import joined
+from ray_lance_stream.sifting import SkippedRow, joined
 
 _FEW_ATTEMPTS: Final = 4  # the same answer four times is final, unless time may heal it
 _FIRST_DELAY_S: Final = 0.05
@@ -30,7 +31,8 @@ _DEATHS: Final = 3  # processes that died with a block, before the block is susp
 class RaySource:
     """Sends each request to the prefetcher with the fewest open ones; see ``source.BlockSource``.
 
-    A block whose prefetchers die again and again is examined: the row that kills them becomes an error.
+    A block whose prefetchers die again and again is examined: the row that kills them becomes an error, or is left
+    out.
     """
 
     def __init__(self, coordinator: Any, incarnation: int, *, retry_window_s: float) -> None:
@@ -40,6 +42,8 @@ class RaySource:
         self._requests = Requests(incarnation)
         self._plans: dict[str, PlanHandle] = {}  # as the coordinator gave them last, the newest at the end
         self._parts: dict[tuple[str, Ranges], list[Ranges]] = {}  # how blocks that were examined must be cut
+        self._deadly: dict[str, list[SkippedRow]] = {}  # by plan: rows that kill who reads them, and are left out
+        self._found_at = float("-inf")  # when an examination last told what a block was lost of
         self._closed = threading.Event()
         self._refreshed_at = time.monotonic()
         self._refresh()
@@ -57,7 +61,7 @@ class RaySource:
         """See ``BlockSource``."""
         self._refresh_now_and_then(time.monotonic())
         with self._lock:
-            request = Request(self._plans.get(handle.spec.plan_id, handle), ranges)
+            request = self._new_request(self._plans.get(handle.spec.plan_id, handle), ranges)
             parts = self._parts.get(request.key)
         if parts is not None:
             self._send_in_parts(request, parts)
@@ -73,6 +77,8 @@ class RaySource:
         if isinstance(cause, (LanceStreamError, TaskCancelledError)):
             return None
         lost = isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
+        # A row that kills takes the blocks beside it along, and finding it takes long: then their time begins anew.
+        elapsed_s = min(elapsed_s, time.monotonic() - self._found_at)
         heals = (lost or isinstance(cause, OSError)) and elapsed_s <= self._retry_window_s
         if attempt >= _FEW_ATTEMPTS and not heals:
             return None
@@ -95,23 +101,35 @@ class RaySource:
             lambda found: self._requests.later(functools.partial(self._use_findings, request, found))
         )
 
-    def _use_findings(self, request: Request, found: Future[list[Ranges]]) -> None:
+    def _new_request(self, handle: PlanHandle, ranges: Ranges) -> Request:
+        """A request that says which of its rows must not be touched. Called under the lock."""
+        known = self._deadly.get(handle.spec.plan_id, ())
+        return Request(handle, ranges, tuple(row for row in known if ranges.holds(row.split, row.position)))
+
+    def _use_findings(self, request: Request, found: Future[Findings]) -> None:
         error = found.exception()
         if error is not None:
             if request.answer.set_running_or_notify_cancel():
                 request.answer.set_exception(error)
             return
-        parts = found.result()
+        findings = found.result()
         self._requests.acquit(request)
-        if parts == [request.ranges]:
-            self._requests.send(request)
-            return
         with self._lock:
-            self._parts[request.key] = parts  # for the case that one of them is lost
-        self._send_in_parts(request, parts)
+            # Of this plan only: what a transform draws for a row, and whether it dies of it, differs by epoch.
+            known = self._deadly.setdefault(request.handle.spec.plan_id, [])
+            known += [row for row in findings.deadly if row not in known]
+            if findings.deadly:
+                self._found_at = time.monotonic()
+            if findings.parts != [request.ranges]:
+                self._parts[request.key] = findings.parts  # for the case that one of them is lost
+        if findings == Findings(parts=[request.ranges]):
+            self._requests.send(request)
+        else:
+            self._send_in_parts(request, findings.parts)
 
     def _send_in_parts(self, request: Request, parts: list[Ranges]) -> None:
-        pieces = [Request(request.handle, part) for part in parts]
+        with self._lock:
+            pieces = [self._new_request(request.handle, part) for part in parts]
         answers = [piece.answer for piece in pieces]
 
         def join(_: Future[Any]) -> None:

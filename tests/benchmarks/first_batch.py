@@ -1,13 +1,14 @@
-"""How long constructing a stream and getting its first batch take, at two table sizes.
+"""How long constructing a stream and getting its first batch take, by rows and by data files of the table.
 
     python tests/benchmarks/first_batch.py [--directory DIR] [--repeats 5]
 
 Tables of 64 float32 values per row; 48 splits, global batches of 480 rows, default settings otherwise. The
 clock for the first batch starts when the prefetchers are there, the shard is open and the machine is idle again
-(starting actors makes Ray start others), and stops when ``next()`` has returned the batch as torch tensors. Both
+(starting actors makes Ray start others), and stops when ``next()`` has returned the batch as torch tensors. The
 tables are in the page cache, so that the disk is not what is compared. Medians, with the least and the most, after
 one warm-up; ``bare take`` is the same number of random rows read by one process that has the table open, the floor
-of what a first batch can cost.
+of what a first batch can cost. A table of LanceDB has a file for every million rows or write: rows and files are
+varied apart.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from pathlib import Path
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import lance
-import lancedb
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -35,11 +35,12 @@ from ray_lance_stream import LanceStream
 WIDTH = 64
 BATCH = 480
 CHUNK = 250_000
+SIZES = ((500_000, 1), (5_000_000, 1), (500_000, 5), (5_000_000, 5))  # rows, files
 
 
-def ensure_table(uri: str, rows: int) -> str:
-    """Writes a table of so many rows, unless it is there."""
-    name, database = f"rows{rows}", lancedb.connect(uri)
+def ensure_table(uri: str, rows: int, files: int) -> str:
+    """Writes a table of so many rows in so many files, unless it is there."""
+    name = f"rows{rows}x{files}"
     if not Path(uri, f"{name}.lance").exists():
         rng = np.random.default_rng(0)
 
@@ -51,7 +52,8 @@ def ensure_table(uri: str, rows: int) -> str:
                 yield pa.record_batch({"x": x, "y": pa.array(np.arange(start, start + count))})
 
         schema = pa.schema({"x": pa.list_(pa.float32(), WIDTH), "y": pa.int64()})
-        database.create_table(name, batches(), schema=schema)
+        reader = pa.RecordBatchReader.from_batches(schema, batches())
+        lance.write_dataset(reader, Path(uri, f"{name}.lance"), max_rows_per_file=rows // files)
     return name
 
 
@@ -106,24 +108,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     Path(args.directory).mkdir(parents=True, exist_ok=True)
-    sizes = (500_000, 5_000_000)
-    for rows in sizes:
-        load_files(args.directory, ensure_table(args.directory, rows))
+    tables = {ensure_table(args.directory, *size): size for size in SIZES}
+    for name in tables:
+        load_files(args.directory, name)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    found: dict[int, list[tuple[float, ...]]] = {rows: [] for rows in sizes}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in tables}
     for repeat in range(args.repeats + 1):
-        for rows in sizes:
-            result = measure(args.directory, f"rows{rows}")
+        for name in tables:
+            result = measure(args.directory, name)
             if repeat:
-                found[rows].append(result)
+                found[name].append(result)
     ray.shutdown()
     print(f"{os.cpu_count()} CPUs, {platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print(f"{'rows':>12} {'construct, ms':>24} {'first batch, ms':>24} {'bare take, ms':>24}")
-    for rows, results in found.items():
+    print(f"{'rows':>12} {'files':>6} {'construct, ms':>24} {'first batch, ms':>24} {'bare take, ms':>24}")
+    for name, results in found.items():
         shown = []
         for values in zip(*results, strict=True):
             shown.append(f"{statistics.median(values) * 1e3:.0f} ({min(values) * 1e3:.0f} to {max(values) * 1e3:.0f})")
-        print(f"{rows:>12,} {shown[0]:>24} {shown[1]:>24} {shown[2]:>24}")
+        rows, files = tables[name]
+        print(f"{rows:>12,} {files:>6} {shown[0]:>24} {shown[1]:>24} {shown[2]:>24}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""What a worker told the state manager lately, to be told again to a manager that has been restarted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import ray
+
+from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import Seat
+
+logger = logging.getLogger("ray_lance_stream")
+_SAID_KEPT: Final = 4
+_REPORTS_KEPT: Final = 2  # one answered here and not yet elsewhere, and the next
+_STANDINGS_KEPT: Final = 4
+_RENEWAL_S: Final = 4.0  # at most: others may wait, in a report, for what this worker told a manager that died
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A state a worker has, or will have after the step it was handed."""
+
+    epoch: int
+    step: int
+    state: StreamState
+    partial: bool = False  # exact for the splits of this worker's replica only: rows may be skipped
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """(epoch, step)."""
+        return self.epoch, self.step
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one worker told its manager, the last few of each kind, oldest first."""
+
+    seat: Seat
+    servable: dict[tuple[int, int], int] = field(default_factory=dict)  # by (epoch, cycle): see StateManager.agree
+    reports: dict[int, Standing | None] = field(default_factory=dict)  # by number: see StateManager.commit
+    standings: tuple[Standing, ...] = ()
+
+
+class Memory:
+    """Holds what a worker told; one thread tells, another one tells it again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: Told | None = None
+
+    @property
+    def told(self) -> Told | None:
+        """What was told lately; None if nothing was."""
+        return self._told
+
+    def say(self, seat: Seat, place: tuple[int, int], servable: int) -> dict[tuple[int, int], int]:
+        """Notes up to which cycle this replica can serve; returns it with what was said before."""
+        with self._lock:
+            told = self._of(seat)
+            said = dict([*told.servable.items(), (place, servable)][-_SAID_KEPT:])
+            self._told = replace(told, servable=said)
+        return said
+
+    def report(self, seat: Seat, number: int, standing: Standing | None) -> None:
+        """Notes a report of this worker."""
+        with self._lock:
+            told = self._of(seat)
+            self._told = replace(told, reports=dict([*told.reports.items(), (number, standing)][-_REPORTS_KEPT:]))
+
+    def stand(self, seat: Seat, standing: Standing) -> None:
+        """Notes where this worker stands, or will stand."""
+        with self._lock:
+            told = self._of(seat)
+            others = [other for other in told.standings if other.at != standing.at]
+            self._told = replace(told, standings=(*others, standing)[-_STANDINGS_KEPT:])
+
+    def _of(self, seat: Seat) -> Told:
+        return self._told if self._told is not None and self._told.seat == seat else Told(seat)
+
+
+def keep_alive(session: Any, holder: str, stop: threading.Event, memory: Memory) -> None:
+    """Renews a session's leases until ``stop`` is set, on a thread that refers to nothing else of the shard.
+
+    A manager that answers under another start than before has forgotten: it is told again.
+    """
+
+    every_s = min(session.prefetch.idle_timeout_s / 4, _RENEWAL_S)
+
+    def renew() -> None:
+        failed, start = False, None
+        while not stop.is_set() and ray.is_initialized():
+            try:
+                _, answer = session.renew(holder)
+                if ray.wait([answer], timeout=every_s)[0]:  # a slow manager must not cost the coordinator its lease
+                    before, start = start, ray.get(answer)
+                    if before != start and memory.told is not None:
+                        session.manager.remember.options(max_task_retries=0).remote(memory.told)
+                    failed = False
+            except Exception:  # whatever it is, the next renewal may work, and without any the stream ends
+                if not failed:
+                    logger.warning("could not renew the stream's lease; trying again", exc_info=True)
+                failed = True
+            stop.wait(every_s)
+
+    threading.Thread(target=renew, name="lance-stream-lease", daemon=True).start()

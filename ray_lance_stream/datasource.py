@@ -1,0 +1,134 @@
+"""The canonical order as a ``ray.data.Dataset``: for batch inference, statistics or writes over what is trained on."""
+
+from __future__ import annotations
+
+import functools
+import math
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import ray
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from ray_lance_stream.block import BlockBuilder, BlockRecipe, Cache
+from ray_lance_stream.cluster.parcel import Parcel
+from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.permutation import IntArray
+from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.topology import StepPlan
+
+if TYPE_CHECKING:
+    from ray.data.context import DataContext
+
+# A worker of Ray Data serves many tasks, of two datasets by turns perhaps; the table stays open in between.
+_builders: Cache[str, BlockBuilder] = Cache(2)
+
+
+class StreamDatasource(Datasource):
+    """One epoch of a stream, from a step on; every read task builds a run of whole cycles.
+
+    Args:
+        config: The stream.
+        recipe: Its ``block.BlockRecipe``, pickled: workers hold the table open between tasks.
+        epoch: The epoch, counted from 0.
+        start_step: How many steps are left out: what ``shard.step`` says once they are done.
+
+    Raises:
+        ConfigError: Rows may be skipped, an argument is out of range, or the table cannot be read so.
+    """
+
+    def __init__(self, config: StreamConfig, recipe: bytes, *, epoch: int = 0, start_step: int = 0) -> None:
+        require_int("epoch", epoch, minimum=0, remedy="pass an epoch, counted from 0")
+        builder = BlockBuilder(ray.cloudpickle.loads(recipe))
+        _refuse_skips(builder.recipe)
+        spec = PlanSpec(table=config.identity, order=config.order, epoch=epoch)
+        handle, matching = builder.open_plan(spec)
+        layout = SplitLayout(num_rows=handle.num_rows, num_splits=config.order.num_splits)
+        steps = StepPlan(
+            num_splits=layout.num_splits,
+            rows_per_split=layout.rows_per_split,
+            global_batch_size=config.global_batch_size,
+            drop_last=config.drop_last,
+        )
+        remedy = f"pass the number of finished steps; epoch {epoch} has {steps.num_steps}"
+        require_int("start_step", start_step, minimum=0, maximum=steps.num_steps, remedy=remedy)
+        self._handle = handle
+        self._matching = None if matching is None else ray.put(matching)
+        self._recipe = Parcel.of(recipe)
+        self._id = uuid.uuid4().hex
+        self._cycles = range(min(start_step * steps.cycles_per_step, steps.end_cycle), steps.end_cycle)
+        self._block_bytes = config.prefetch.block_bytes
+
+    def get_name(self) -> str:
+        """The operator's name in Ray Data's progress and logs."""
+        return "LanceStream"
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Bytes of the transformed rows, estimated from the first ones."""
+        return self._bytes_of(len(self._cycles))
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        """Cuts the epoch into at most ``parallelism`` runs of cycles, in order."""
+        del data_context
+        each = math.ceil(len(self._cycles) / max(1, parallelism))
+        starts = range(self._cycles.start, self._cycles.stop, max(1, each))
+        return [self._task(start, min(start + each, self._cycles.stop), per_task_row_limit) for start in starts]
+
+    def _task(self, start: int, stop: int, row_limit: int | None) -> ReadTask:
+        num_splits = self._handle.spec.order.num_splits
+        metadata = BlockMetadata(
+            num_rows=(stop - start) * num_splits,
+            size_bytes=self._bytes_of(stop - start),
+            input_files=None,
+            exec_stats=None,
+        )
+        cycles_per_block = max(1, self._block_bytes // max(1, self._bytes_of(1)))
+        # The list of rows is shared by all tasks: in a list, else Ray would fetch it into each before it starts.
+        read = functools.partial(
+            _read, self._id, self._recipe, self._handle, [self._matching], range(start, stop), cycles_per_block
+        )
+        return ReadTask(read, metadata, schema=self._handle.schema, per_task_row_limit=row_limit)
+
+    def _bytes_of(self, cycles: int) -> int:
+        return int(cycles * self._handle.spec.order.num_splits * self._handle.bytes_per_row)
+
+
+def _read(
+    name: str, recipe: Parcel, handle: PlanHandle, matching: list[Any], cycles: range, cycles_per_block: int
+) -> Iterator[pa.Table]:
+    builder = _builders.get(name, lambda: BlockBuilder(recipe.unpack()))
+
+    def matching_rows(_: Any) -> IntArray | None:
+        numbers: IntArray | None = None if matching[0] is None else ray.get(matching[0])
+        return numbers
+
+    for start in cycles[::cycles_per_block]:
+        ranges = Ranges(
+            first_split=0,
+            num_splits=handle.spec.order.num_splits,
+            start=start,
+            stop=min(start + cycles_per_block, cycles.stop),
+        )
+        block, _ = builder.build(handle, ranges, matching_rows)
+        rows = block if isinstance(block, pa.Table) else block.rows
+        assert isinstance(rows, pa.Table)  # only datasets of torch have rows that are objects
+        yield rows
+
+
+def _refuse_skips(recipe: BlockRecipe) -> None:
+    if recipe.policy is not None and recipe.policy.replacement is None:
+        raise ConfigError(
+            explain(
+                "a stream that skips rows cannot be read in parts: where one begins depends on what was skipped before",
+                found="on_transform_error that leaves rows out",
+                expected="'raise', or a ReplaceRow",
+                remedy="pass on_transform_error=ReplaceRow(...), or read the stream with a shard",
+            )
+        )
