@@ -23,7 +23,8 @@ class PrefetchConfig:
 
     Attributes:
         num_actors: Prefetchers, 1 or more; or (min, max): it starts with min, more are started while training workers
-            wait for blocks and requests queue, and they end again when they have long had little to do.
+            wait for blocks and requests queue, and they end again when they have long had little to do. There are
+            never more than blocks under way within ``max_buffer_bytes``: others would find nothing to build.
         num_cpus: CPUs Ray reserves for each. The default, 0, reserves none: training workers find the
             CPUs they ask for, and the prefetchers use what is idle. Give 1 on nodes kept for data: then Ray's
             autoscaler also adds such nodes for prefetchers that find no room, and removes them after those.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,24 @@ from ray_lance_stream import PrefetchConfig
 
 pytestmark = pytest.mark.cluster
 ROWS = 4000
+
+
+# A CPU for each, of which a loader node has one.
+ONE_A_NODE = PrefetchConfig(
+    num_actors=(1, 2), num_cpus=1, block_bytes=400, max_buffer_bytes=8000, placement_timeout_s=120, shrink_after_s=3
+)
+
+
+def size(shard: Any) -> tuple[int, int]:
+    """How many prefetchers work, and how many there should be."""
+    last = ray.get(shard.link.session.coordinator.sizes.remote())[-1]
+    return last.running, last.wanted
+
+
+def free_cpus() -> float:
+    """CPUs of the whole cluster that nobody has reserved."""
+    resources: Any = ray.available_resources  # untyped
+    return float(resources().get("CPU", 0))
 
 
 class _Where:
@@ -41,21 +60,7 @@ def test_with_loader_nodes_trainers_neither_read_nor_decode(nodes: Nodes, tables
 @pytest.mark.fault
 def test_nodes_that_come_take_those_that_wait_and_may_be_lost_again(nodes: Nodes, tables: Tables) -> None:
     first = nodes.add_loader()
-    # A CPU for each: one on every loader node.
-    prefetch = PrefetchConfig(
-        num_actors=(1, 2),
-        num_cpus=1,
-        block_bytes=400,
-        max_buffer_bytes=8000,
-        placement_timeout_s=120,
-        shrink_after_s=3,
-    )
-    stream = tables.stream(ROWS, transform=Slow(), prefetch=prefetch)
-
-    def size(shard: Any) -> tuple[int, int]:
-        last = ray.get(shard.link.session.coordinator.sizes.remote())[-1]
-        return last.running, last.wanted
-
+    stream = tables.stream(ROWS, transform=Slow(), prefetch=ONE_A_NODE)
     with opened(stream) as shard:
         consumer = Consumer(shard)
         consumer.read_until(lambda: size(shard) == (1, 2), "one waits for a node")
@@ -75,5 +80,15 @@ def test_nodes_that_come_take_those_that_wait_and_may_be_lost_again(nodes: Nodes
             lambda: {node for node, _ in pool(shard)} == {first.node_id, third.node_id}, "a new one on a new node"
         )
         consumer.check(tables.stream(ROWS))
-    resources: Any = ray.available_resources  # untyped
-    wait_until(lambda: resources().get("CPU") == 2, 30, "nothing runs on the loader nodes, and nothing waits for them")
+    wait_until(lambda: free_cpus() == 2, 30, "nothing runs on the loader nodes")
+
+
+@pytest.mark.fault
+def test_one_that_waits_for_a_node_goes_with_the_stream(nodes: Nodes, tables: Tables) -> None:
+    nodes.add_loader()
+    with opened(tables.stream(ROWS, transform=Slow(), prefetch=ONE_A_NODE)) as shard:
+        Consumer(shard).read_until(lambda: size(shard) == (1, 2), "one waits for a node")
+    nodes.add_loader()
+    wait_until(lambda: free_cpus() == 2, 30, "both nodes are free")
+    time.sleep(3)  # more than a prefetcher that still waited would need to be placed
+    assert free_cpus() == 2

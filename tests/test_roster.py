@@ -242,7 +242,7 @@ def test_nodes_become_empty_one_after_the_other_and_those_that_are_lost_go_first
 def test_reports_of_older_incarnations_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         await world.place("a")
-        world.roster.begin(2)
+        world.report("new", FULL, incarnation=2)  # to a coordinator that was restarted and knows of no begin
         for _ in range(10):
             world.now += 1
             assert len(world.report("old", STARVED, incarnation=1).members) == 1

@@ -67,6 +67,7 @@ class Reporting(Protocol):
 def keep_reporting(source: Reporting, coordinator: Any, holder: str, closed: threading.Event) -> None:
     """Reports for a source until it is closed or dropped, on a thread that does not keep it alive."""
     node = str(ray.get_runtime_context().get_node_id())
+    weakref.finalize(source, closed.set)  # dropped is as good as closed
     arguments = (weakref.ref(source), coordinator, holder, node, closed)
     threading.Thread(target=_report, args=arguments, name="lance-stream-reports", daemon=True).start()
 

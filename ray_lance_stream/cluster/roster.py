@@ -137,7 +137,9 @@ class Roster:
 
     def hear(self, report: Report) -> PoolView:
         """Takes in a report; returns what the consumer should know."""
-        if report.incarnation >= self.incarnation:
+        if report.incarnation > self.incarnation:  # after a restart of the coordinator: this is how it learns of it
+            self.begin(report.incarnation)
+        if report.incarnation == self.incarnation:
             self._reports[report.holder] = (time.monotonic(), report)
             if report.life not in ("", self._life):
                 self._known_before = max(self._known_before, len(report.may_ask))
