@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import lancedb.streaming
 import pytest
 import ray
 import ray.train
@@ -19,6 +20,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from runs import delivered, fit, named_actors, read_log, reference, wait_until
 
 from ray_lance_stream import LanceStream, PrefetchConfig, StreamingDataset, report
+from ray_lance_stream.state import StreamState
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
 NUM_CPUS = 8
@@ -133,8 +135,8 @@ def test_a_run_restarts_in_lancedbs_order_and_lancedbs_class_goes_on_from_its_ch
     (newest,) = sorted((tmp_path / "runs" / "run").glob("checkpoint_*/lance_stream.json"))[-1:]
     state = json.loads(newest.read_text())["streams"]["train"]
     assert "pack_offsets" not in state and state["pack_buffers"]
-    dataset = StreamingDataset(source[1], **PACKED | {"on_transform_error": "skip"})
-    dataset.load_state_dict(state)
+    dataset = lancedb.streaming.StreamingDataset(source[1], epoch=1, **PACKED | {"on_transform_error": "skip"})
+    dataset.load_state_dict(StreamState.from_dict(state).to_dict())
     rest = [int(i) for block in dataset for i in ids_of({k: v.numpy()[None] for k, v in block.items()})]
     expected = reference(stream, 2)
     assert rest == [i for (epoch, step), ids in sorted(expected.items()) for i in ids if (epoch, step) > (1, 1)]
