@@ -57,21 +57,22 @@ class Shell:
         """Runs a command to its end and returns what it printed."""
         done = self._started(command, **environment)
         printed, _ = done.communicate(timeout=600)
-        assert done.returncode == 0, printed
-        return printed
+        assert done.returncode == 0, printed.decode()
+        return printed.decode()
 
-    def watch(self, command: str) -> tuple[subprocess.Popen[str], list[str]]:
+    def watch(self, command: str) -> tuple[subprocess.Popen[bytes], list[str]]:
         """Starts a command; its lines appear in the list as it prints them."""
         process, lines = self._started(command), list[str]()
 
         def read() -> None:
             assert process.stdout is not None
-            lines.extend(process.stdout)  # line by line
+            for line in process.stdout:  # bytes: in text a carriage return would end a line too
+                lines.append(line.decode())
 
         threading.Thread(target=read, daemon=True).start()
         return process, lines
 
-    def _started(self, command: str, **environment: str) -> subprocess.Popen[str]:
+    def _started(self, command: str, **environment: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.checkout,
@@ -79,8 +80,6 @@ class Shell:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            newline="\n",  # a carriage return is not the end of a line here
         )
 
     def importers(self) -> dict[int, str]:
