@@ -19,7 +19,7 @@ from nodes import _descendants
 from runs import is_running, wait_until
 
 BIN = Path(sys.executable).parent  # where the ``ray`` and ``python`` of these tests are
-_STORE_BYTES = 150_000_000  # an object store for small tables; Ray takes 30 % of the memory for each node otherwise
+STORE_BYTES = 150_000_000  # an object store for small tables; Ray takes 30 % of the memory for each node otherwise
 _HEAD_PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
 
 
@@ -47,7 +47,7 @@ class Head:
             options: Further ones of ``ray start``.
         """
         ports = [f"--{name}={port}" for name, port in self._ports.items()]
-        fixed = ["--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={_STORE_BYTES}"]
+        fixed = ["--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={STORE_BYTES}"]
         command = [f"{BIN}/ray", "start", "--head", "--block", f"--temp-dir={self.directory}/ray", *ports, *fixed]
         log = self.directory / "start.log"
         with log.open("wb") as output:
