@@ -211,12 +211,12 @@ def main() -> None:
     run_path = f"{storage_path}/digits"
 
     began = time.perf_counter()
-    # A CPU for each trainer; prefetchers reserve none by default. Of Ray's own messages here only errors are shown.
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    local = {"num_cpus": max(args.workers), **quiet} if args.address == "local" else {}
+    # A CPU for each trainer; prefetchers reserve none by default.
+    local = {"num_cpus": max(args.workers)} if args.address == "local" else {}
     say("starting Ray ..." if local else "connecting to Ray ...")
     # Before any table is opened: starting Ray forks, and Lance has threads from then on.
-    ray.init(address=args.address, **local)
+    # Of Ray's own messages only errors are shown here, among lines of progress; the rest is in its files of logs.
+    ray.init(address=args.address, log_to_driver=False, logging_level=logging.ERROR, **local)
     write_table(uri, args.table)
     stream = LanceStream(
         uri,

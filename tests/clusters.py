@@ -59,7 +59,7 @@ class Head:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 180
         while b"Ray runtime started" not in log.read_bytes():
             assert self._process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
