@@ -35,7 +35,8 @@ class Head:
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="rls"))
         self._ports = dict(zip(_HEAD_PORTS, free_ports(len(_HEAD_PORTS)), strict=True))
-        self.address = f"{ray.util.get_node_ip_address()}:{self._ports['port']}"
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.address = f"{here}:{self._ports['port']}"
         self.dashboard = f"http://127.0.0.1:{self._ports['dashboard-port']}"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -146,7 +146,7 @@ def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) 
     first_epoch, first_step = list(attempts.values())[-1][0]["at"]
     assert first_epoch * steps_per_epoch + first_step == int(resumed[1]) + 1
     assert "world sizes          2 -> 3 -> 3" in again and "ordered ids          equal" in again, again
-    assert "Job 'digits' succeeded" in again
+    assert "Job 'digits-2' succeeded" in again
 
     for printed in ("".join(log), again):
         assert "\r" not in printed
