@@ -30,6 +30,8 @@ _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNode
 def on_this_machine(gcs_address: str) -> dict[str, Any]:
     """cluster.yaml with nodes that are processes of this machine: there is nothing to install or to log in to."""
     config: dict[str, Any] = prepare_config(load())
+    for legacy in ("head_node", "worker_nodes"):
+        config.pop(legacy)
     emptied = {key: type(value)() for key, value in config.items() if isinstance(value, (list, dict))}
     head_type = config["head_node_type"]
     types = {
