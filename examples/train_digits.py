@@ -3,7 +3,8 @@
 Writes scikit-learn's digits to a LanceDB table and trains a small convolutional network on it with
 ``TorchTrainer``. The first run is broken off by a worker that is killed; a second ``fit()`` of the same
 run name continues from its last checkpoint with more workers. At the end the ids of every global batch
-that the workers saw are compared, in order, with those of one uninterrupted reader.
+that the workers saw are compared, in order, with those of one uninterrupted reader. With ``--resume`` a run that
+was stopped goes on likewise, on whatever cluster it is submitted to.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from sklearn.datasets import load_digits
 from torch import nn
 
-from ray_lance_stream import LanceStream, StreamDataConfig, TransformContext, report
+from ray_lance_stream import LanceStream, PrefetchConfig, StreamDataConfig, TransformContext, report
+
+_STARTS_WITHIN_S = 900.0  # a node that is launched for the run: the machine, its image, the packages
 
 
 def write_table(uri: str, name: str) -> None:
@@ -81,12 +84,12 @@ def train_loop(config: dict[str, Any]) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as directory:
-            saved = torch.load(f"{directory}/model.pt", weights_only=True)
+            saved = torch.load(f"{directory}/model.pt", weights_only=True, map_location="cpu")
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     total = config["epochs"] * len(shard)
     seen: list[int] = []
-    with open(f"{config['log_dir']}/{time.time_ns()}-{rank}.jsonl", "w") as log:
+    with open(f"{config['log_dir']}/{config['attempt']}-{rank}.jsonl", "w") as log:
         for epoch in range(shard.epoch, config["epochs"]):
             for batch in shard.iter_torch_batches(micro_batch_size=config["micro_batch_size"]):
                 with nullcontext() if shard.is_step_end or world == 1 else model.no_sync():
@@ -121,35 +124,36 @@ def save(net: nn.Module, optimizer: torch.optim.Optimizer, metrics: dict[str, An
         report(metrics, checkpoint)
 
 
-def last_step(run: Path, progress: Progress) -> int:
-    """Returns the step of the run's last checkpoint, from which the next ``fit()`` of the same name goes on."""
-    if not list(run.glob("checkpoint_*")):
-        return 0
-    metrics = ray.train.Result.from_path(run).metrics or {}
-    return progress.step_of_run(metrics["epoch"], metrics["step"])
+def last_result(run: str) -> ray.train.Result | None:
+    """Returns what a run has saved last, from which the next ``fit()`` of the same name goes on."""
+    try:
+        result = ray.train.Result.from_path(run)
+    except RuntimeError:  # there is no such run, or it has saved nothing
+        return None
+    return result if result.checkpoint else None
 
 
 def logged_batches(log_dir: Path) -> tuple[dict[tuple[int, int], list[int]], list[int], int]:
-    """Puts the workers' logs together: {(epoch, step): ids in order}, the world sizes, steps seen twice."""
-    groups: dict[tuple[int, int], dict[int, list[dict[str, Any]]]] = {}
-    worlds: list[int] = []
-    for path in sorted(log_dir.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            groups.setdefault(tuple(entry["at"]), {}).setdefault(entry["world"], []).append(entry)
-            worlds += [entry["world"]] if entry["world"] not in worlds else []
-    batches, replayed = {}, 0
-    for at, by_world in groups.items():
-        versions = []
-        for world, entries in by_world.items():
-            entries.sort(key=lambda entry: entry["rank"])
-            if len(entries) == world:  # a step the killed group did not finish is not one
-                parts = [np.array(entry["ids"]).reshape(-1, entry["splits"]) for entry in entries]
-                versions.append(np.concatenate(parts, axis=1).ravel().tolist())
-        replayed += len(versions) - 1
-        if any(version != versions[0] for version in versions):
-            sys.exit(f"step {at} was delivered differently after the restart")
-        batches[at] = versions[0]
+    """Puts the workers' logs together: {(epoch, step): ids in order}, the world sizes, steps run again."""
+    attempts: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for path in log_dir.glob("*.jsonl"):
+        attempt, rank = map(int, path.stem.split("-"))
+        entries = [json.loads(line) for line in path.read_text().splitlines()]
+        attempts.setdefault(attempt, {})[rank] = entries
+    batches: dict[tuple[int, int], list[int]] = {}
+    worlds, replayed = [], 0
+    for _, ranks in sorted(attempts.items()):
+        # Steps that every rank has finished; zip leaves out the one in which the group was killed.
+        for parts in zip(*(entries for _, entries in sorted(ranks.items())), strict=False):
+            if len(parts) < parts[0]["world"]:
+                break
+            at = tuple(parts[0]["at"])
+            worlds += [len(parts)] if at == tuple(ranks[0][0]["at"]) else []
+            columns = [np.array(part["ids"]).reshape(-1, part["splits"]) for part in parts]
+            ids = np.concatenate(columns, axis=1).ravel().tolist()
+            replayed += at in batches
+            if batches.setdefault(at, ids) != ids:
+                sys.exit(f"step {at} was delivered differently after the restart")
     return batches, worlds, replayed
 
 
@@ -166,7 +170,8 @@ def accuracy(uri: str, table: str, checkpoint: Checkpoint) -> float:
     images = rows["image"].combine_chunks().flatten().to_numpy().reshape(-1, 1, 8, 8)
     model = build_model()
     with checkpoint.as_directory() as directory:
-        model.load_state_dict(torch.load(f"{directory}/model.pt", weights_only=True)["model"])
+        path = f"{directory}/model.pt"
+        model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu")["model"])
     with torch.no_grad():
         guesses = model(torch.from_numpy(images.copy())).argmax(1).numpy()
     return float((guesses == rows["label"].to_numpy()).mean())
@@ -174,7 +179,7 @@ def accuracy(uri: str, table: str, checkpoint: Checkpoint) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--uri", help="LanceDB database; by default one in --output")
+    parser.add_argument("--uri", help="LanceDB database, a path or URI; by default one in --output")
     parser.add_argument("--table", default="digits")
     parser.add_argument("--workers", type=int, nargs=2, default=(2, 3), help="workers before and after the failure")
     parser.add_argument("--num-splits", type=int, default=16)
@@ -182,21 +187,36 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--address", default="local", help="Ray cluster; by default one on this machine")
-    parser.add_argument("--output", type=Path, default=Path("output/digits"))
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("RAY_ADDRESS", "local"),
+        help="Ray cluster; by default the one a job was submitted to, else one on this machine",
+    )
+    parser.add_argument("--output", type=Path, default=Path("output/digits"), help="a directory that all nodes see")
+    parser.add_argument("--storage-path", help="where checkpoints go, a path or URI; by default in --output")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in --output, if anything is")
+    parser.add_argument("--use-gpu", action="store_true", help="a GPU for each worker")
+    parser.add_argument(
+        "--autoscaled",
+        action="store_true",
+        help="reserve a CPU for each prefetcher, which makes Ray launch a node for it, and wait for nodes",
+    )
     args = parser.parse_args()
     output = args.output.resolve()
-    shutil.rmtree(output, ignore_errors=True)
-    (output / "ids").mkdir(parents=True)
+    if not args.resume:
+        shutil.rmtree(output, ignore_errors=True)
+    (output / "ids").mkdir(parents=True, exist_ok=True)
     uri = args.uri or str(output / "db")
+    storage_path = args.storage_path or str(output / "runs")
+    run_path = f"{storage_path}/digits"
 
     began = time.perf_counter()
-    # A CPU for each trainer; prefetchers reserve none by default. Of Ray's own messages here only errors are shown.
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    local = {"num_cpus": max(args.workers), **quiet} if args.address == "local" else {}
-    say("starting Ray ...")
+    # A CPU for each trainer; prefetchers reserve none by default.
+    local = {"num_cpus": max(args.workers)} if args.address == "local" else {}
+    say("starting Ray ..." if local else "connecting to Ray ...")
     # Before any table is opened: starting Ray forks, and Lance has threads from then on.
-    ray.init(address=args.address, **local)
+    # Of Ray's own messages only errors are shown here, among lines of progress; the rest is in its files of logs.
+    ray.init(address=args.address, log_to_driver=False, logging_level=logging.ERROR, **local)
     write_table(uri, args.table)
     stream = LanceStream(
         uri,
@@ -207,6 +227,7 @@ def main() -> None:
         filter="is_train",
         columns=["id", "image", "label"],
         transform=augment,
+        prefetch=PrefetchConfig(num_cpus=1, placement_timeout_s=_STARTS_WITHIN_S) if args.autoscaled else None,
     )
     config = {
         "epochs": args.epochs,
@@ -219,42 +240,46 @@ def main() -> None:
     def fit(workers: int, fail_at: list[int] | None) -> ray.train.Result:
         return TorchTrainer(
             train_loop,
-            train_loop_config=config | {"fail_at": fail_at},
+            train_loop_config=config | {"fail_at": fail_at, "attempt": time.time_ns()},
             datasets={"train": stream},
             dataset_config=StreamDataConfig(),
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=workers),
-            run_config=RunConfig(name="digits", storage_path=str(output / "runs")),
+            torch_config=TorchConfig(backend="nccl" if args.use_gpu else "gloo"),
+            scaling_config=ScalingConfig(num_workers=workers, use_gpu=args.use_gpu),
+            run_config=RunConfig(name="digits", storage_path=storage_path),
         ).fit()
 
     cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits
     steps_per_epoch = -(-cycles * args.num_splits // args.global_batch_size)
     progress = Progress(stream, steps_per_epoch, args.epochs)
     before, after = args.workers
-    fail_at = [args.epochs // 3, args.checkpoint_every + 5]
-    killed_at = progress.step_of_run(*fail_at)
-    say(
-        f"On purpose, the worker of rank {before - 1} will be killed after step {killed_at} of {progress.total}. "
-        "Ray's message that a worker died is expected then."
-    )
     with stream:
-        try:
-            with progress.part(f"starting {before} workers"):
-                fit(before, fail_at)
-        except ray.train.TrainingFailedError as error:
-            stream.close()  # what is left of the first run; without this it would end by itself
-            say(f"\nThe run broke off: {type(error).__name__}. It goes on with {after} workers.\n")
-        step = last_step(output / "runs" / "digits", progress)
-        with progress.part(f"resuming from step {step} with {after} workers", step):
-            result = fit(after, fail_at=None)
+        if (result := last_result(run_path)) is None:
+            fail_at = [args.epochs // 3, args.checkpoint_every + 5]
+            killed_at = progress.step_of_run(*fail_at)
+            say(
+                f"On purpose, the worker of rank {before - 1} will be killed after step {killed_at} of "
+                f"{progress.total}. Ray's message that a worker died is expected then."
+            )
+            try:
+                with progress.part(f"starting {before} workers"):
+                    fit(before, fail_at)
+            except ray.train.TrainingFailedError as error:
+                stream.close()  # what is left of the first run; without this it would end by itself
+                say(f"\nThe run broke off: {type(error).__name__}. It goes on with {after} workers.\n")
+            result = last_result(run_path)
+        metrics = (result.metrics if result else None) or {"epoch": 0, "step": 0}
+        step = progress.step_of_run(metrics["epoch"], metrics["step"])
+        if step < progress.total:
+            with progress.part(f"resuming from step {step} with {after} workers", step):
+                result = fit(after, fail_at=None)
     ray.shutdown()
 
     batches, worlds, replayed = logged_batches(output / "ids")
     equal = batches == dict(reference_batches(stream, args.epochs))
-    metrics = result.metrics or {}
-    score = accuracy(uri, args.table, result.checkpoint) if result.checkpoint else 0.0
+    metrics = (result.metrics if result else None) or {}
+    score = accuracy(uri, args.table, result.checkpoint) if result and result.checkpoint else 0.0
     print(f"\nworld sizes          {' -> '.join(map(str, worlds))}")
-    print(f"steps                {len(batches)}, of which {replayed} were run again after the failure")
+    print(f"steps                {len(batches)}, of which {replayed} were run again after a failure or stop")
     print(f"samples/s            {metrics['samples_per_s']:,.0f} (last world size)")
     print(f"waiting for data     {metrics['wait_share']:.1%} of the training loop's time")
     print(f"                     (much of it for the first batch of each epoch, here every {steps_per_epoch} steps)")
@@ -262,7 +287,7 @@ def main() -> None:
     print(f"test accuracy        {score:.1%}")
     print(f"time                 {time.perf_counter() - began:.0f} s")
     print(f"table                {uri}")
-    print(f"checkpoints          {output / 'runs' / 'digits'}")
+    print(f"checkpoints          {run_path}")
     print(f"ids of each step     {output / 'ids'}")
     if not equal or score < 0.97:
         sys.exit(1)
