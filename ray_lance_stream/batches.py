@@ -252,7 +252,7 @@ class BatchIterator(Iterator[T]):
             self._returned_at = time.perf_counter()
             shard._wait_s += self._returned_at - began
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = "this iteration was given up; iterate anew") -> None:
         """Ends this iteration and its thread; the shard stays where it is."""
         self._ended = why
         with contextlib.suppress(ValueError):  # another thread is in it: the closed reader ends it there
