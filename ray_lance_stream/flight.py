@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ray_lance_stream.errors import BlockError, LanceStreamError, StreamClosedError
+from ray_lance_stream.errors import BlockError, LanceStreamError, StreamClosedError, explain
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
 
@@ -145,10 +145,27 @@ class Dispatcher:
             flight.failed_at = now
         delay_s = self._source.retry_delay_s(error, flight.attempt, now - flight.failed_at)
         if delay_s is None:
-            flight.error = _final(flight, error)
+            flight.error = self._final(flight, error)
         else:
             flight.retry_at = now + delay_s
         return False
+
+    def _final(self, flight: Flight, error: BaseException) -> BaseException:
+        cause = getattr(error, "cause", None)  # of an error that an actor raised
+        for known in (error, cause):
+            if isinstance(known, LanceStreamError):
+                return known
+        told = cause if isinstance(cause, BaseException) else error
+        failure = BlockError(
+            explain(
+                f"the block of {flight.ranges} could not be built in {flight.attempt} attempt(s)",
+                found=f"{type(told).__name__}: {str(told).strip()}",
+                expected="a block",
+                remedy=self._source.advice(error),
+            )
+        )
+        failure.__cause__ = error
+        return failure
 
     def _send_again(self, flight: Flight) -> None:
         flight.future = self._request(flight.ranges)
@@ -204,13 +221,3 @@ def withdraw_latest(flights: Sequence[Flight], bytes_per_row: float, excess: Cal
             return
         if flight.future.cancel():  # false: it is being built
             flight.num_bytes = 0.0
-
-
-def _final(flight: Flight, error: BaseException) -> BaseException:
-    cause = getattr(error, "cause", None)
-    for known in (error, cause):
-        if isinstance(known, LanceStreamError):
-            return known
-    failure = BlockError(f"the block of {flight.ranges} could not be built in {flight.attempt} attempt(s): {error}")
-    failure.__cause__ = error
-    return failure

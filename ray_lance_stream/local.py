@@ -43,6 +43,10 @@ class LocalSource:
         del elapsed_s
         return None if not isinstance(error, OSError) or attempt >= 3 else 0.5 * attempt
 
+    def advice(self, error: BaseException) -> str:
+        """See ``BlockSource``."""
+        return "look at the storage, and iterate again" if isinstance(error, OSError) else "see the error it comes from"
+
     @property
     def rows_in_transform(self) -> int:
         """Rows that are read, and being transformed or waiting for it."""

@@ -27,5 +27,8 @@ class BlockSource(Protocol):
             elapsed_s: Seconds since it first failed; 0 for its first failure.
         """
 
+    def advice(self, error: BaseException) -> str:
+        """Returns what the user may do about a block that will not come, for the remedy of the error."""
+
     def close(self) -> None:
         """Gives up all requests and everything that belongs to this source."""

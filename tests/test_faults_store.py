@@ -93,4 +93,4 @@ def test_a_store_that_stays_full_is_named(tables: Tables) -> None:
     with opened(stream) as shard, pytest.raises(BlockError, match="object store") as caught:
         for _ in shard.iter_batches(prefetch_batches=0):
             pass
-    assert "Remedy" in str(caught.value) and held
+    assert "Remedy: look at `ray memory`" in str(caught.value) and held

@@ -78,6 +78,9 @@ class Source:
         self.failed.append((str(error), attempt))
         return self.delays.pop(0) if self.delays else None
 
+    def advice(self, error: BaseException) -> str:
+        return f"mind the {type(error).__name__}"
+
     def close(self) -> None:
         pass
 
@@ -337,7 +340,7 @@ def test_a_final_error_names_the_block_and_keeps_its_cause() -> None:
     source.failures, source.delays = {0: [ConnectionError("first"), lost]}, [0.01, None]
     reader = make_reader(source, splits=range(1, 3), block_bytes=1000)
     with pytest.raises(
-        BlockError, match=r"positions 0 to 5 of splits 1 to 3 .* in 2 attempt.*storage is gone"
+        BlockError, match=r"positions 0 to 5 of splits 1 to 3 .* in 2 attempt.*storage is gone.*Remedy: mind the"
     ) as caught:
         reader.read(range(2))
     assert caught.value.__cause__ is lost

@@ -112,5 +112,10 @@ class _Blank:
         del error, attempt, elapsed_s
         return None
 
+    def advice(self, error: BaseException) -> str:
+        """See ``BlockSource``."""
+        del error
+        return "none: blocks of zeros always come"
+
     def close(self) -> None:
         """See ``BlockSource``."""

@@ -10,7 +10,14 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+)
 
 from ray_lance_stream.cluster.answers import answer_of, cause_of
 from ray_lance_stream.cluster.examiner import Findings
@@ -96,6 +103,21 @@ class RaySource:
         if lost:
             self._recover()
         return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(attempt, 10)))
+
+    def advice(self, error: BaseException) -> str:
+        """See ``BlockSource``."""
+        cause = cause_of(error)
+        if isinstance(cause, (ObjectStoreFullError, OutOfDiskError)):
+            return (
+                "look at `ray memory` for what fills the nodes' object stores and at their disks, give Ray more "
+                "(object_store_memory), or pass smaller block_bytes and max_buffer_bytes in PrefetchConfig"
+            )
+        if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
+            return (
+                "look at the nodes of the prefetchers, whose memory may be too small; pass a longer retry_window_s in "
+                "PrefetchConfig if they come back later"
+            )
+        return "look at the storage" if isinstance(cause, OSError) else "see the error it comes from"
 
     def close(self) -> None:
         """See ``BlockSource``. Requests that no prefetcher has begun are withdrawn."""
