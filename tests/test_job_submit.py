@@ -22,7 +22,7 @@ from runs import wait_until
 
 from ray_lance_stream import PrefetchConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parent.parent
 ACTORS = {"Coordinator", "StateManager", "Prefetcher", "TrainController", "RayTrainWorker"}
 NUM_CPUS = 3  # the example has three workers after its failure
@@ -142,7 +142,7 @@ def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) 
         entries = list(shell.attempts().values())[1:]
         return bool(entries) and len(entries[0]) > 30
 
-    wait_until(is_training, 400, "the job trains again after its failure on purpose")
+    wait_until(is_training, 800, "the job trains again after its failure on purpose")
     working = shell.importers()
     for actor in ACTORS:
         assert any(f"ray::{actor}" in title for title in working.values()), (actor, working)
