@@ -31,7 +31,7 @@ def on_this_machine(gcs_address: str) -> dict[str, Any]:
     """cluster.yaml with nodes that are processes of this machine: there is nothing to install or to log in to."""
     config: dict[str, Any] = prepare_config(load())
     for legacy in ("head_node", "worker_nodes"):
-        config.pop(legacy)
+        config.pop(legacy, None)
     emptied = {key: type(value)() for key, value in config.items() if isinstance(value, (list, dict))}
     head_type = config["head_node_type"]
     types = {
