@@ -1,10 +1,10 @@
 """Train for a while on nodes that come and go, kill everything that can be killed, and prove that no row was missed.
 
 Starts several Ray nodes on this machine: a head, nodes for prefetchers, nodes for training workers. While
-``TorchTrainer`` trains on one to three workers, training workers, prefetchers, the coordinator and the state manager are
-killed, and nodes are lost, preempted with a notice, and added, in an order that ``--seed`` says. Every id that a
+``TorchTrainer`` trains on one to three workers, training workers, prefetchers, the coordinator and the state manager
+are killed, and nodes are lost, preempted with a notice, and added, in an order that ``--seed`` says. Every id that a
 worker is handed is logged. At the end the log is compared with one uninterrupted reader: every row once per epoch, in
-order. Memory, open files, actors and objects of what lives long must not have grown. Linux; about 6 GB of memory.
+order. Memory, open files, actors and objects of what lives long must not have grown. Linux.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,13 +42,13 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import ray
-from soak.cluster import OURS, Nodes
-from soak.faults import Faults
+from soak.cluster import OURS, Nodes, Pool
+from soak.faults import Event, Faults
 from soak.picture import draw
-from soak.proof import Proof, Steps, prove
-from soak.sampling import Sampler, judge
+from soak.proof import Steps, prove
+from soak.sampling import Sample, Sampler, Store, judge
 from soak.steplog import Following, Worker, read_log
-from soak.timeline import events_text, growth_text, restarts, samples_text
+from soak.timeline import events_text, growth_text, restarts, samples_text, summary_text
 from soak.training import Training
 
 from ray_lance_stream import LanceStream, PrefetchConfig
@@ -61,6 +61,7 @@ KIB: Final = 1024
 START_WITHIN_S: Final = 180.0
 END_WITHIN_S: Final = 120.0
 GONE_WITHIN_S: Final = 10.0
+MOST_PROBLEMS: Final = 20  # shown
 
 
 def say(line: str) -> None:
@@ -99,13 +100,34 @@ def read_reference(stream: LanceStream, epochs: int) -> Steps:
     return steps
 
 
-def train_under_faults(stream: LanceStream, nodes: Nodes, output: Path, minutes: float, seed: int) -> dict[str, Any]:
-    """Trains and does harm; returns what was seen."""
-    for pool in ("data", "data", "train", "train"):
-        nodes.add(pool)  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What was seen of a run.
+
+    Attributes:
+        began_s: When it was handed its first step, seconds since 1970.
+        events: What was done to it.
+        samples: Its processes, over time.
+        stores: Its object stores, over time.
+        failures: What went wrong beside the faults.
+    """
+
+    began_s: float
+    events: list[Event]
+    samples: list[Sample]
+    stores: list[Store]
+    failures: list[str]
+
+
+def train_under_faults(stream: LanceStream, nodes: Nodes, output: Path, minutes: float, seed: int) -> Seen:
+    """Trains and does harm."""
+    pools: list[Pool] = ["data", "data", "train", "train"]
+    for pool in pools:
+        nodes.add(pool)
     training, sampler = Training(stream, output, WIDTH), Sampler(nodes)
     following = Following(training.log)
     faults = Faults(nodes, following, random.Random(seed), say)
+    failures = []
     sampler.start()
     training.start()
     began_s = time.time()
@@ -113,23 +135,25 @@ def train_under_faults(stream: LanceStream, nodes: Nodes, output: Path, minutes:
         say("waiting for the first step")
         while following.newest()[1] == 0 and training.is_running():
             if time.time() - began_s > START_WITHIN_S:
-                raise RuntimeError(f"no step was trained within {START_WITHIN_S:.0f} s")
+                raise TimeoutError(f"no step was trained within {START_WITHIN_S:.0f} s")
             time.sleep(0.2)
         began_s = time.time()
         say(f"training; faults for {minutes:g} minutes, or until Ctrl-C")
         faults.go_on(began_s + 60 * minutes, training.is_running)
     except KeyboardInterrupt:
         say("interrupted: ending the run, and proving what there is")
-    ended = training.stop(END_WITHIN_S)
+    except Exception as error:  # what was delivered until then is worth a proof all the same
+        failures.append(f"the faults broke off: {type(error).__name__}: {error}")
+    if not training.stop(END_WITHIN_S):
+        failures.append(f"fit() did not end within {END_WITHIN_S:.0f} s")
+    if training.error is not None:
+        failures.append(f"fit() raised {type(training.error).__name__}: {training.error}")
     sampler.stop()
     stream.close()
-    return {
-        "faults": faults,
-        "sampler": sampler,
-        "began_s": began_s,
-        "error": training.error if ended else TimeoutError(f"fit() did not end within {END_WITHIN_S:.0f} s"),
-        "left": processes_left(nodes),
-    }
+    failures += [f"an actor of ours is left: {process}" for process in processes_left(nodes)]
+    return Seen(
+        began_s=began_s, events=faults.events, samples=sampler.samples, stores=sampler.stores, failures=failures
+    )
 
 
 def processes_left(nodes: Nodes) -> list[str]:
@@ -172,56 +196,40 @@ def main() -> int:
     finally:
         ray.shutdown()
         nodes.close()
-    return report(output, stream, **seen)
+    return report(output, stream, seen)
 
 
-def report(
-    output: Path, stream: LanceStream, faults: Faults, sampler: Sampler, began_s: float, error: Any, left: list[str]
-) -> int:
+def report(output: Path, stream: LanceStream, seen: Seen) -> int:
     """Proves, prints and draws; returns the exit code."""
     say("comparing with one uninterrupted reader")
-    groups, events = read_log(output / "log"), faults.events
+    groups, events = read_log(output / "log"), seen.events
     last_epoch = max((share.at[0] for group in groups for w in group for share in w.shares), default=0)
     reference = read_reference(stream, last_epoch + 1)
     per_epoch = sum(epoch == 0 for epoch, _ in reference)
-    proof: Proof = prove(groups, reference, NUM_SPLITS, ROWS)
-    found, grown = restarts(groups, events, proof), judge(sampler.samples, sampler.stores)
+    proof = prove(groups, reference, NUM_SPLITS, ROWS)
+    found, grown = restarts(groups, events, proof), judge(seen.samples, seen.stores)
 
-    bad = list(proof.problems)
-    bad += [f"an actor of ours is left: {process}" for process in left]
-    bad += [f"the run failed: {type(error).__name__}: {error}"] if error is not None else []
-    bad += [f"a training loop was ended by {text}" for text in errors_of_ours(groups)]
-    bad += [f"{g.what} grows by {g.per_minute:.2f} a minute, at most {g.bound:g} is taken" for g in grown if g.is_bad]
-    count = sum(event.is_fault for event in events)
-    of_faults = [r for r in found if r.cause is not None and r.cause.is_fault]
-    saves = {at for group in groups for w in group for at, why in w.saved if why == "preempted"}
-    costs = sorted(restart.cost_s for restart in found)
+    bad = proof.problems + seen.failures + [f"a training loop was ended by {text}" for text in errors_of_ours(groups)]
+    bad += [f"{g.what}: grows by {g.per_minute:.2f} a minute, at most {g.bound:g} is taken" for g in grown if g.is_bad]
     text = "\n".join(
         [
-            events_text(events, found, began_s),
+            events_text(events, found, seen.began_s),
             "",
-            samples_text(groups, sampler.samples, sampler.stores, per_epoch, began_s),
+            samples_text(groups, seen.samples, seen.stores, per_epoch, seen.began_s),
             "",
             growth_text(grown),
             "",
-            f"faults               {count}, of which {len(of_faults)} restarted the training workers",
-            f"nodes added          {len(events) - count}",
-            f"restarts             {len(found)}, in {sum(r.pause_s for r in found):.0f} s without a step"
-            + (f"; {costs[len(costs) // 2]:.1f} s from cause to first step (median)" if costs else ""),
-            f"world sizes          {' -> '.join(str(g[0].world) for g in groups)}",
-            f"steps                {proof.steps} in {proof.epochs} whole epochs and a part; {proof.replayed} run again, "
-            f"the same; {proof.partial} delivered in part",
-            f"saved just in time   {len(saves)} checkpoints before a preempted node was taken",
-            f"rows                 {proof.rows}, {'NOT AS ONE READER GETS THEM' if proof.problems else 'each once per epoch, in the order of one uninterrupted reader'}",
+            summary_text(groups, events, found, proof),
             f"verdict              {'FAILED' if bad else 'passed'}",
-            *(f"  {problem}" for problem in bad[:20]),
+            *(f"  {problem}" for problem in bad[:MOST_PROBLEMS]),
         ]
     )
     print(text)
     (output / "timeline.txt").write_text(text + "\n")
-    (output / "events.jsonl").write_text("".join(json.dumps(asdict(event)) + "\n" for event in events))
-    sampler.write(output / "samples.jsonl")
-    draw(output / "timeline.png", groups, events, sampler.samples, sampler.stores, per_epoch, began_s)
+    for name, entries in (("events", events), ("samples", seen.samples), ("stores", seen.stores)):
+        lines = [json.dumps(asdict(entry)) for entry in entries]  # type: ignore[call-overload]
+        (output / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    draw(output / "timeline.png", groups, events, seen.samples, seen.stores, per_epoch, seen.began_s)
     print(f"picture              {output / 'timeline.png'}")
     return 1 if bad else 0
 

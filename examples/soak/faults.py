@@ -138,10 +138,7 @@ class Faults:
             detail = " and ".join(f"pid {victim.process.pid}" for victim in victims)
         else:
             pool: Any = "train" if kind.startswith("trainer") else "data"
-            if kind.endswith("added"):
-                node = self._nodes.add(pool)
-            else:
-                node = self._rng.choice(self._nodes.of(pool))
+            node = self._nodes.add(pool) if kind.endswith("added") else self._rng.choice(self._nodes.of(pool))
             if kind.endswith("preempted"):
                 noticed_s = time.time()
                 self._nodes.announce_end(node, _NOTICE_S)

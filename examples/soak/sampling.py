@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
 import numpy as np
 import psutil
 import ray
+from grpc import RpcError  # type: ignore[import-untyped]
 from ray._private.internal_api import get_memory_info_reply
 
 from soak.cluster import OURS, Nodes
@@ -90,11 +88,6 @@ class Sampler:
         for thread in self._threads:
             thread.join()
 
-    def write(self, path: Path) -> None:
-        """Writes everything, a line each."""
-        lines = [json.dumps(asdict(sample)) for sample in (*self.samples, *self.stores)]
-        path.write_text("".join(f"{line}\n" for line in lines))
-
     def _repeat(self, look: Callable[[], None]) -> None:
         while not self._ended.wait(_EVERY_S):
             look()
@@ -127,7 +120,7 @@ class Sampler:
                 self._head["NodeManagerPort"],
                 timeout_seconds=_STORE_TIMEOUT_S,
             ).store_stats
-        except grpc.RpcError:
+        except RpcError:
             return  # it asks all nodes, and one of them has just been lost
         self.stores.append(
             Store(time_s=time.time(), used_bytes=stats.object_store_bytes_used, objects=stats.num_local_objects)

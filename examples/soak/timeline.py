@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +27,6 @@ class Restart:
         cost_s: From the cause to that; of a preemption, from when the node was taken.
         pause_s: From the older group's last step to that.
         replayed: Steps it was handed that others had been handed as a whole.
-        error: What ended the older group's loops, where it was an exception of ours.
     """
 
     cause: Event | None
@@ -47,7 +47,7 @@ def restarts(groups: Sequence[Sequence[Worker]], events: Sequence[Event], proof:
     """
     found = []
     handed = [(group, n) for group, n in zip(groups, proof.replays, strict=True) if any(w.shares for w in group)]
-    for (before, _), (after, replayed) in zip(handed, handed[1:], strict=False):
+    for (before, _), (after, replayed) in itertools.pairwise(handed):
         began, first_step_s = first_step(before), first_step(after)
         causes = [e for e in events if e.restarts and began <= (e.noticed_s or e.time_s) <= first_step_s]
         cause = causes[0] if causes else None
@@ -146,6 +146,30 @@ def growth_text(found: Sequence[Growth]) -> str:
             f"{g.what:32} {g.mean:8.1f} {g.per_minute:+10.2f} {g.bound:8.1f} {g.span_s:8.0f}  {verdict}".rstrip()
         )
     return "\n".join(lines)
+
+
+def summary_text(
+    groups: Sequence[Sequence[Worker]], events: Sequence[Event], found: Sequence[Restart], proof: Proof
+) -> str:
+    """Returns the sums."""
+    faults = sum(event.is_fault for event in events)
+    restarted = sum(restart.cause is not None and restart.cause.is_fault for restart in found)
+    saved = {at for group in groups for worker in group for at, why in worker.saved if why == "preempted"}
+    costs = sorted(restart.cost_s for restart in found)
+    median = f"; {costs[len(costs) // 2]:.1f} s from cause to first step (median)" if costs else ""
+    order = "NOT as one uninterrupted reader gets them" if proof.problems else "each once per epoch, in order"
+    return "\n".join(
+        [
+            f"faults               {faults}, of which {restarted} restarted the training workers",
+            f"nodes added          {len(events) - faults}",
+            f"restarts             {len(found)}, {sum(r.pause_s for r in found):.0f} s without a step{median}",
+            f"world sizes          {' -> '.join(str(group[0].world) for group in groups)}",
+            f"saved just in time   {len(saved)} checkpoints before a preempted node was taken",
+            f"steps                {proof.steps}, {proof.epochs} whole epochs",
+            f"run again, the same  {proof.replayed} steps; {proof.partial} more had reached a part of the workers",
+            f"rows                 {proof.rows}, {order}",
+        ]
+    )
 
 
 def _mib(value: int | None) -> str:

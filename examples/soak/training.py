@@ -138,18 +138,19 @@ class Training:
             "num_splits": stream.config.order.num_splits,
             "width": width,
         }
+        scaling: dict[str, Any] = {  # Ray's hints know neither a range nor the interval
+            "num_workers": (1, MOST_WORKERS),
+            "use_gpu": True,
+            "resources_per_worker": {"GPU": 1},
+            "elastic_resize_monitor_interval_s": 4,
+        }
         self._trainer = TorchTrainer(
             train,
             train_loop_config=config,
-            datasets={"train": stream},  # type: ignore[dict-item]
+            datasets={"train": stream},
             dataset_config=StreamDataConfig(),
             torch_config=TorchConfig(backend="gloo", timeout_s=60),
-            scaling_config=ScalingConfig(
-                num_workers=(1, MOST_WORKERS),
-                use_gpu=True,
-                resources_per_worker={"GPU": 1},
-                elastic_resize_monitor_interval_s=4,
-            ),
+            scaling_config=ScalingConfig(**scaling),
             run_config=RunConfig(
                 name="soak",
                 storage_path=str(output / "runs"),
