@@ -227,7 +227,7 @@ def report(output: Path, stream: LanceStream, seen: Seen) -> int:
     print(text)
     (output / "timeline.txt").write_text(text + "\n")
     for name, entries in (("events", events), ("samples", seen.samples), ("stores", seen.stores)):
-        lines = [json.dumps(asdict(entry)) for entry in entries]  # type: ignore[call-overload]
+        lines = [json.dumps(asdict(entry)) for entry in entries]
         (output / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     draw(output / "timeline.png", groups, events, seen.samples, seen.stores, per_epoch, seen.began_s)
     print(f"picture              {output / 'timeline.png'}")

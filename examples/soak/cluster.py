@@ -16,6 +16,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 Pool = Literal["data", "train"]
 _STORE_BYTES: Final = 128 * 1024 * 1024  # of each node
 _GONE_WITHIN_S: Final = 10.0
+_ATTEMPTS: Final = 3  # Ray gives the agents of a new node 15 s to start: not always enough where much else runs
 
 # What Ray calls the processes of its actors: "ray::Class.method", or "ray::name:Class.method".
 _TITLE: Final = re.compile(r"ray::(?:[^:]+:)?(\w+)")
@@ -56,11 +57,18 @@ class Nodes:
 
     def add(self, pool: Pool) -> Any:
         """Adds a node. A training worker asks for a GPU, which is there in name only, and used by nobody."""
-        node = self._cluster.add_node(
-            num_cpus=1, num_gpus=int(pool == "train"), labels={"pool": pool}, object_store_memory=_STORE_BYTES
-        )
-        self._pools[node] = pool
-        return node
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                node = self._cluster.add_node(
+                    num_cpus=1, num_gpus=int(pool == "train"), labels={"pool": pool}, object_store_memory=_STORE_BYTES
+                )
+            except Exception as error:  # Ray raises nothing more specific
+                if not attempts_left or "timed out during startup" not in str(error):
+                    raise
+            else:
+                self._pools[node] = pool
+                return node
+        raise AssertionError("unreachable")
 
     def announce_end(self, node: Any, notice_s: float) -> None:
         """Drains a node, as the owner of a spot machine does before he takes it. It runs on until :meth:`lose`."""
