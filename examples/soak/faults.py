@@ -37,6 +37,7 @@ _NOTICE_S: Final = 12.0
 _MEANWHILE: Final = 0.3  # how often something else happens during a notice, and while the run recovers
 _ADD: Final = 0.5  # how often a node comes, instead of a fault, where one is missing
 _STEPS: Final = (5, 40)  # between the recovery and the next fault
+_RESTART_WITHIN_S: Final = 40.0  # else the node that was lost had no worker, or the new one was taken in before
 _PATIENCE_S: Final = 120.0  # for a recovery; then the next fault comes all the same
 _POLL_S: Final = 0.25
 
@@ -158,14 +159,15 @@ class Faults:
     def _await_recovery(self, event: Event, before: int, over: Callable[[], bool]) -> None:
         """Waits until the run has done some steps after an event, in a new worker group if it makes one start."""
         steps, first = self._rng.randint(*_STEPS), self._following.newest()
-        deadline = time.monotonic() + _PATIENCE_S
+        began = time.monotonic()
         while not over():
             group, done = self._following.newest()
             if group == first[0]:
                 done -= first[1]
-            if done >= steps and not (event.restarts and group == before):
+            restarts = event.restarts and time.monotonic() - began < _RESTART_WITHIN_S
+            if done >= steps and not (restarts and group == before):
                 return
-            if time.monotonic() > deadline:
+            if time.monotonic() - began > _PATIENCE_S:
                 self._say(f"no recovery within {_PATIENCE_S:.0f} s of: {event.kind}")
                 return
             time.sleep(_POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -164,12 +165,19 @@ def summary_text(
             f"nodes added          {len(events) - faults}",
             f"restarts             {len(found)}, {sum(r.pause_s for r in found):.0f} s without a step{median}",
             f"world sizes          {' -> '.join(str(group[0].world) for group in groups)}",
+            f"loops ended by       {_errors(groups)}",
             f"saved just in time   {len(saved)} checkpoints before a preempted node was taken",
             f"steps                {proof.steps}, {proof.epochs} whole epochs",
             f"run again, the same  {proof.replayed} steps; {proof.partial} more had reached a part of the workers",
             f"rows                 {proof.rows}, {order}",
         ]
     )
+
+
+def _errors(groups: Sequence[Sequence[Worker]]) -> str:
+    """Counts the exceptions that ended training loops: those of workers whose fellow is gone."""
+    counts = Counter(worker.error[1] for group in groups for worker in group if worker.error)
+    return ", ".join(f"{count} x {name}" for name, count in counts.most_common()) or "no exception"
 
 
 def _mib(value: int | None) -> str:
