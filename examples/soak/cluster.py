@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -16,7 +17,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[at
 Pool = Literal["data", "train"]
 _STORE_BYTES: Final = 128 * 1024 * 1024  # of each node
 _GONE_WITHIN_S: Final = 10.0
-_ATTEMPTS: Final = 3  # Ray gives the agents of a new node 15 s to start: not always enough where much else runs
+_PORTS: Final = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 # What Ray calls the processes of its actors: "ray::Class.method", or "ray::name:Class.method".
 _TITLE: Final = re.compile(r"ray::(?:[^:]+:)?(\w+)")
@@ -42,8 +43,8 @@ class Nodes:
     """A head without CPUs, where driver, controller, coordinator and manager are, and nodes that come and go."""
 
     def __init__(self) -> None:
-        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | _common())
         self._pools: dict[Any, Pool] = {}
 
     @property
@@ -57,18 +58,9 @@ class Nodes:
 
     def add(self, pool: Pool) -> Any:
         """Adds a node. A training worker asks for a GPU, which is there in name only, and used by nobody."""
-        for attempts_left in reversed(range(_ATTEMPTS)):
-            try:
-                node = self._cluster.add_node(
-                    num_cpus=1, num_gpus=int(pool == "train"), labels={"pool": pool}, object_store_memory=_STORE_BYTES
-                )
-            except Exception as error:  # Ray raises nothing more specific
-                if not attempts_left or "timed out during startup" not in str(error):
-                    raise
-            else:
-                self._pools[node] = pool
-                return node
-        raise AssertionError("unreachable")
+        node = self._cluster.add_node(num_cpus=1, num_gpus=int(pool == "train"), labels={"pool": pool}, **_common())
+        self._pools[node] = pool
+        return node
 
     def announce_end(self, node: Any, notice_s: float) -> None:
         """Drains a node, as the owner of a spot machine does before he takes it. It runs on until :meth:`lose`."""
@@ -110,6 +102,18 @@ class Nodes:
         for node in list(self._pools):
             self.lose(node)
         self._cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _common() -> dict[str, Any]:
+    """What all nodes are started with.
+
+    Ports among it: a node that is to choose them itself gives its agents 15 s to do so, and ends if they need longer,
+    which they do on a machine with much else to do.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _PORTS]
+        ports = [bound.getsockname()[1] for bound in sockets]
+    return {"object_store_memory": _STORE_BYTES} | dict(zip(_PORTS, ports, strict=True))
 
 
 def _raylet(node: Any) -> psutil.Process:
