@@ -188,6 +188,17 @@ def test_what_a_restart_cost() -> None:
     assert lines[1].split()[-5:] == ["3", "->", "2", "16.0", "1"] and lines[2].endswith("(node a)")
 
 
+def test_a_group_was_ended_by_what_it_prepared_for_or_by_what_came_with_its_last_step() -> None:
+    groups = run()
+    groups[1][0].saved.append(((1, 2), "preempted"))
+    added = [Event(time_s=time_s, kind="trainer node added", detail="node c") for time_s in (1.0, 20.5)]
+    killed = Event(time_s=4.0, kind="worker killed", detail="pid 2")
+    taken = Event(time_s=33.0, kind="trainer node preempted", detail="node b", noticed_s=21.0)
+    events = [added[0], killed, added[1], taken]
+    assert [restart.cause for restart in restarts(groups, events, proven(groups))] == [killed, taken]
+    assert [restart.cause for restart in restarts(groups, added, proven(groups))] == added
+
+
 def test_a_restart_without_a_cause_is_shown() -> None:
     groups = run()
     found = restarts(groups, [Event(time_s=4.0, kind="manager killed", detail="pid 1")], proven(groups))

@@ -14,6 +14,7 @@ from soak.sampling import MIB, Growth, Sample, Store, actors_over_time
 from soak.steplog import Worker
 
 _LINES: Final = 12  # of the table over time
+_MOMENT_S: Final = 3.0  # a group does not get further than a step without one of its workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,8 @@ class Restart:
     """A worker group that followed another one.
 
     Attributes:
-        cause: The first event that is meant to restart workers, after the older group's first step. None: there
-            was none, and the group ended by itself.
+        cause: What ended the older group, as far as times tell. None: nothing happened that is meant to restart
+            workers, and the group ended by itself.
         world: World sizes before and after.
         first_step_s: When the new group was handed its first step, seconds since 1970.
         cost_s: From the cause to that; of a preemption, from when the node was taken.
@@ -49,10 +50,9 @@ def restarts(groups: Sequence[Sequence[Worker]], events: Sequence[Event], proof:
     found = []
     handed = [(group, n) for group, n in zip(groups, proof.replays, strict=True) if any(w.shares for w in group)]
     for (before, _), (after, replayed) in itertools.pairwise(handed):
-        began, first_step_s = first_step(before), first_step(after)
-        causes = [e for e in events if e.restarts and began <= (e.noticed_s or e.time_s) <= first_step_s]
-        cause = causes[0] if causes else None
-        pause_s = first_step_s - max(worker.shares[-1].time_s for worker in before if worker.shares)
+        first_step_s = first_step(after)
+        last_s = max(worker.shares[-1].time_s for worker in before if worker.shares)
+        pause_s, cause = first_step_s - last_s, _cause(before, last_s, first_step_s, events)
         cost_s = pause_s if cause is None else max(0.0, first_step_s - cause.time_s)
         world = (before[0].world, after[0].world)
         found.append(
@@ -66,6 +66,17 @@ def restarts(groups: Sequence[Sequence[Worker]], events: Sequence[Event], proof:
             )
         )
     return found
+
+
+def _cause(before: Sequence[Worker], last_s: float, until_s: float, events: Sequence[Event]) -> Event | None:
+    """The event that ended a group: one it prepared for, or one in the moment of its last step, or the first of all."""
+    began = first_step(before)
+    causes = [e for e in events if e.restarts and began <= (e.noticed_s or e.time_s) <= until_s]
+    if any(why == "preempted" for worker in before for _, why in worker.saved):
+        expected = [event for event in causes if event.noticed_s is not None]
+    else:
+        expected = [event for event in causes if event.is_fault and abs(event.time_s - last_s) < _MOMENT_S]
+    return next(iter(expected or causes), None)
 
 
 def first_step(group: Sequence[Worker]) -> float:
