@@ -87,14 +87,19 @@ class Nodes:
 
     def processes(self) -> list[Process]:
         """Returns the processes of the run on all nodes."""
+        return [
+            process for node in (self._cluster.head_node, *list(self._pools)) for process in self.processes_on(node)
+        ]
+
+    def processes_on(self, node: Any) -> list[Process]:
+        """Returns the processes of the run on one node."""
         found = []
-        for node in (self._cluster.head_node, *list(self._pools)):
-            with contextlib.suppress(psutil.NoSuchProcess, KeyError):  # the node is being lost
-                for process in _raylet(node).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        title = _TITLE.match(" ".join(process.cmdline()))
-                        if title and title[1] in ROLES:
-                            found.append(Process(ROLES[title[1]], process))
+        with contextlib.suppress(psutil.NoSuchProcess, KeyError):  # the node is being lost
+            for process in _raylet(node).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    title = _TITLE.match(" ".join(process.cmdline()))
+                    if title and title[1] in ROLES:
+                        found.append(Process(ROLES[title[1]], process))
         return found
 
     def close(self) -> None:

@@ -148,9 +148,11 @@ class Faults:
                     time.sleep(self._rng.uniform(0.0, _NOTICE_S - 2))
                     self._do(self._rng.choice([k for k in RESTARTS if k.endswith("killed")]))
                 time.sleep(max(0.0, noticed_s + _NOTICE_S - time.time()))
-            if not kind.endswith("added"):
-                self._nodes.lose(node)
             detail = f"node {node.node_id[:8]}"
+            if not kind.endswith("added"):
+                roles = sorted({found.role for found in self._nodes.processes_on(node)})
+                detail += f" with {', '.join(roles)}" if roles else ""
+                self._nodes.lose(node)
         event = Event(time_s=time.time(), kind=kind, detail=detail, noticed_s=noticed_s)
         self.events.append(event)
         self._say(f"{kind}: {detail}")

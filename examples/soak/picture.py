@@ -94,5 +94,5 @@ def draw(
     actors.plot(times, [s.used_bytes / MIB for s in stores], color="tab:red", linewidth=1, label="MiB in the stores")
     actors.set_ylim(bottom=0)
     actors.legend(loc="upper right", ncols=3)
-    actors.set_xlabel("seconds")
+    actors.set_xlabel("seconds since the first step")
     figure.savefig(path, dpi=100)

@@ -105,7 +105,7 @@ def steps_over_time(groups: Sequence[Sequence[Worker]], per_epoch: int) -> list[
 
 def events_text(events: Sequence[Event], found: Sequence[Restart], began_s: float) -> str:
     """Returns a table of what happened, and of what it cost."""
-    lines = [f"{'t, s':>7}  {'what happened':44} {'workers':>8} {'first step after, s':>20} {'steps again':>12}"]
+    lines = [f"{'t, s':>7}  {'what happened':62} {'workers':>8} {'first step after, s':>20} {'steps again':>12}"]
     rows = [(event.time_s, f"{event.kind} ({event.detail})", "") for event in events]
     of_event = {id(restart.cause): restart for restart in found if restart.cause is not None}
     for place, event in enumerate(events):
@@ -113,7 +113,7 @@ def events_text(events: Sequence[Event], found: Sequence[Restart], began_s: floa
             rows[place] = (*rows[place][:2], _cost(restart))
     unexplained = (r for r in found if r.cause is None)
     rows += [(r.first_step_s, "workers started again, without a cause here", _cost(r)) for r in unexplained]
-    lines += [f"{time_s - began_s:7.1f}  {what:44} {cost}".rstrip() for time_s, what, cost in sorted(rows)]
+    lines += [f"{time_s - began_s:7.1f}  {what:62} {cost}".rstrip() for time_s, what, cost in sorted(rows)]
     return "\n".join(lines)
 
 
