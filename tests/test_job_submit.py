@@ -22,7 +22,7 @@ from runs import wait_until
 
 from ray_lance_stream import PrefetchConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.fault, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parent.parent
 ACTORS = {"Coordinator", "StateManager", "Prefetcher", "TrainController", "RayTrainWorker"}
 NUM_CPUS = 3  # the example has three workers after its failure
