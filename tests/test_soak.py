@@ -231,7 +231,7 @@ def samples(role: str, pid: int, mib: list[float], *, began_s: float = 0.0, ever
 
 def test_one_slope_through_lives_at_different_levels() -> None:
     found = growth("x", [([0, 60, 120], [5, 6, 7]), ([200, 260, 320], [105, 106, 107])], 0.5)
-    assert found.per_minute == pytest.approx(1.0) and found.mean == 56 and found.span_s == 240
+    assert found.per_minute == pytest.approx(1.0) and found.mean == 56 and found.span_s == 320
     assert found.is_judged and found.is_bad
     assert not growth("x", [([0, 60], [5, 9])], 0.5).is_judged
     assert growth("x", [], 0.5).per_minute == 0 and not growth("x", [([3], [1])], 0.5).is_bad

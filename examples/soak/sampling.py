@@ -20,7 +20,7 @@ MIB: Final = 1024 * 1024
 _EVERY_S: Final = 2.0
 _STORE_TIMEOUT_S: Final = 5.0
 _WARM_UP_S: Final = 30.0  # a process imports, opens its tables and fills its buffers: that is no leak
-_LEAST_SPAN_S: Final = 120.0  # a line through less says nothing
+_LEAST_SPAN_S: Final = 180.0  # a line through less says nothing: runs of less than six minutes are not judged
 
 # The steepest slopes that pass: what jitter makes of a line through a few minutes. A leak of one block a step, of
 # a file or an object a fault, is steeper.
@@ -135,7 +135,7 @@ class Growth:
         what: What was measured.
         mean: Its mean.
         per_minute: Slope of the line through it.
-        span_s: Time that was seen, of all processes of the role together.
+        span_s: From the first to the last time it was seen.
         bound: The steepest slope that passes.
     """
 
@@ -173,7 +173,7 @@ def growth(what: str, series: Sequence[Series], bound: float) -> Growth:
         what=what,
         mean=float(values.mean()),
         per_minute=60 * upper / lower if lower else 0.0,
-        span_s=sum(float(t[-1] - t[0]) for t, _ in pairs),
+        span_s=max(float(t[-1]) for t, _ in pairs) - min(float(t[0]) for t, _ in pairs) if pairs else 0.0,
         bound=bound,
     )
 
