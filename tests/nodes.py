@@ -57,6 +57,20 @@ class Nodes:
         """Adds a node for one training worker, which asks for a GPU (there is none, nobody uses it)."""
         return self._cluster.add_node(num_cpus=1, num_gpus=1, labels={"pool": "train"})
 
+    def add_plain(self) -> Any:
+        """Adds a node with one CPU and no label."""
+        return self._cluster.add_node(num_cpus=1)
+
+    @staticmethod
+    def of_actors(session_id: str) -> dict[str, str]:
+        """Returns the ids of the nodes that a session's named actors live on, by the last part of their names."""
+        state: Any = ray._private.state
+        return {
+            actor["Name"].rsplit(".", 1)[1]: actor["Address"]["NodeID"]
+            for actor in state.actors().values()
+            if actor["Name"].startswith(session_id) and actor["State"] == "ALIVE"
+        }
+
     def preempt(self, node_id: str, notice_s: float) -> None:
         """Announces the end of a node, as the owner of spot machines does. It runs on until :meth:`lose`."""
         raylet: Any = ray._raylet

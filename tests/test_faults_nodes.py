@@ -26,6 +26,18 @@ def places(shard: Any) -> list[tuple[str, int]]:
     return found
 
 
+def test_actors_are_where_they_belong(nodes: Nodes, tables: Tables) -> None:
+    # The nodes with a GPU come first and are more: left to chance, some actor would be on one of them.
+    trainers = {nodes.add_trainer().node_id for _ in range(3)}
+    plain = nodes.add_plain().node_id
+    with opened(tables.stream(prefetch=PrefetchConfig(num_actors=3, placement_timeout_s=120))) as shard:
+        wait_until(lambda: len(places(shard)) == 3, 120, "all of them have started")
+        assert {node for node, _ in places(shard)} == {plain}
+        here = ray.get_runtime_context().get_node_id()
+        assert here not in trainers
+        assert nodes.of_actors(shard.link.session.session_id) == {"coordinator": here, "manager": here}
+
+
 def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: Tables, rng: Random) -> None:
     first, second = nodes.add_loader(), nodes.add_loader()
     stream = tables.stream(2000, prefetch=SMALL_BLOCKS)

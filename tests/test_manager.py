@@ -136,3 +136,16 @@ def test_a_rank_that_has_gone_is_not_waited_for_and_never_guessed(
         for answer in late:
             with pytest.raises(LockstepError, match=r"none of \[0\]"):
                 answer.result(60)
+
+
+def test_actors_that_are_being_started_again_are_not_given_up(session: Session) -> None:
+    for actor in (session.coordinator, session.manager):
+        pid = ray.get(actor.pid.remote())
+        os.kill(pid, signal.SIGKILL)
+        back = actor.pid.remote()  # waits for the one that follows
+        answers = [session.is_alive(5.0)]
+        while not ray.wait([back], timeout=0.1)[0]:
+            answers.append(session.is_alive(5.0))
+        assert all(answers) and ray.get(back) != pid
+    session.kill()
+    wait_until(lambda: not session.is_alive(5.0), 30, "they have ended")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.config import POOL_LABEL, PrefetchConfig
 
 Node = Mapping[str, Any]  # an entry of ray.nodes()
+_NEXT_TO_NOTHING: Final = 1  # byte: Ray places an actor that asks for nothing at random, whatever the strategy
 
 
 def actor_options(
@@ -26,7 +27,7 @@ def actor_options(
     and no GPU, else nodes with CPUs, in turn. The affinity is soft, so a prefetcher outlives its node.
     """
     chosen = range(config.min_actors) if indexes is None else list(indexes)
-    common: dict[str, Any] = {"num_cpus": config.num_cpus}
+    common: dict[str, Any] = {"num_cpus": config.num_cpus, "memory": _NEXT_TO_NOTHING}
     if config.resources:
         common["resources"] = dict(config.resources)
     if config.runtime_env is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.agreement import Agreement
@@ -69,13 +69,16 @@ class Session:
         return [a.renew.options(max_task_retries=0).remote(holder) for a in (self.coordinator, self.manager)]
 
     def is_alive(self, timeout_s: float) -> bool:
-        """Whether the actors live; renews their leases. Slow ones, that do not answer in time, live too."""
+        """Whether the actors live; renews their leases.
+
+        Slow ones, that do not answer in time, live too, and so do those that Ray is just starting again.
+        """
         try:
             ray.get(self.renew("driver"), timeout=timeout_s)
-        except GetTimeoutError:
-            return True
-        except RayError:
+        except ActorDiedError:
             return False
+        except RayError:
+            return True
         return True
 
     def kill(self) -> None:
@@ -98,7 +101,8 @@ def start_session(config: StreamConfig, recipe: Parcel) -> Session:
     ``idle_timeout_s``.
     """
     session_id = f"{config.stream_id}.{uuid.uuid4().hex[:8]}"
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Hard: a soft affinity says nothing of actors that reserve nothing, and they would be on any node that may go.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "num_cpus": 0,
         "namespace": NAMESPACE,
