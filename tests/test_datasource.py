@@ -56,6 +56,7 @@ def fail_on_seven(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_node", "in_order")
 class TestDataset:
     def test_rows_are_those_of_training_in_their_order(self, tables: Tables) -> None:

@@ -14,7 +14,7 @@ from runs import is_running, named_actors, opened, wait_until
 
 from ray_lance_stream import PrefetchConfig
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("one_node")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("one_node")]
 ROWS = 4000
 MOST = 3
 # Blocks of a step each, and many of them at a time.

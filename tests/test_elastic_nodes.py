@@ -15,7 +15,7 @@ from runs import opened, reference, wait_until
 
 from ray_lance_stream import PrefetchConfig
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.fault]
 ROWS = 4000
 
 
@@ -57,7 +57,6 @@ def test_with_loader_nodes_trainers_neither_read_nor_decode(nodes: Nodes, tables
     assert ids == list(reference(tables.stream(400), 1).values())
 
 
-@pytest.mark.fault
 def test_nodes_that_come_take_those_that_wait_and_may_be_lost_again(nodes: Nodes, tables: Tables) -> None:
     first = nodes.add_loader()
     stream = tables.stream(ROWS, transform=Slow(), prefetch=ONE_A_NODE)
@@ -83,7 +82,6 @@ def test_nodes_that_come_take_those_that_wait_and_may_be_lost_again(nodes: Nodes
     wait_until(lambda: free_cpus() == 2, 30, "nothing runs on the loader nodes")
 
 
-@pytest.mark.fault
 def test_one_that_waits_for_a_node_goes_with_the_stream(nodes: Nodes, tables: Tables) -> None:
     nodes.add_loader()
     with opened(tables.stream(ROWS, transform=Slow(), prefetch=ONE_A_NODE)) as shard:

@@ -24,6 +24,7 @@ from ray_lance_stream.gathering import gather_state_dict
 if TYPE_CHECKING:
     from conftest import Tables
 
+pytestmark = pytest.mark.slow
 ROWS, SPLITS, CYCLES = 211, 4, 4  # four cycles a step
 # Without shuffling split s holds rows 52 * s and on. Half of split 0 and a tenth of split 2 fail: 26 cycles are left,
 # the last step has two.

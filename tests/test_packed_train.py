@@ -52,6 +52,7 @@ def stream_of(source: Any, **options: Any) -> LanceStream:
     return LanceStream(source[0], "t", **PACKED | settings | options)
 
 
+@pytest.mark.slow
 def test_blocks_come_through_a_prefetcher_that_is_killed(source: Any) -> None:
     small = PrefetchConfig(num_actors=1, block_bytes=4000, max_buffer_bytes=100_000)
     stream = stream_of(source, prefetch=small)
