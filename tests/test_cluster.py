@@ -63,6 +63,7 @@ def prefetchers(session: Session) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_same_batches_after_prefetchers_were_killed_three_times(uri: str) -> None:
     stream = make_stream(uri, transform=jitter)
     with stream.open() as shard:

@@ -106,6 +106,7 @@ def test_a_failed_worker_restarts_and_the_stream_goes_on(uri: str, tmp_path: Pat
     wait_until(lambda: not any(map(is_running, pids)) and not named_actors(stream), 10, "everything has ended")
 
 
+@slow
 def test_a_second_fit_of_the_run_continues_at_another_world_size(uri: str, tmp_path: Path) -> None:
     stream = make_stream(uri)
     with pytest.raises(ray.train.TrainingFailedError):
