@@ -43,6 +43,7 @@ def test_it_grows_for_a_fast_consumer_and_shrinks_for_a_slow_one(tables: Tables)
     wait_until(lambda: not any(map(is_running, pids)), 10, "no prefetcher")
 
 
+@pytest.mark.fault
 def test_deaths_while_it_grows_are_harmless(tables: Tables) -> None:
     """A prefetcher, and then the coordinator, which begins with as many as there were."""
     stream = tables.stream(ROWS, transform=Slow(), prefetch=ELASTIC)
