@@ -89,7 +89,8 @@ def test_all_ranks_end_alike_where_rows_are_skipped_and_the_manager_dies(uri: st
     last = [entry["at"] for entry in entries if "at" in entry and entry["at"][0] == 1]
     assert max(last) == [1, 2], "no rank was handed a step beyond the common end"
     starts = [entry["start"] for entry in entries if "start" in entry]
-    assert starts[-1] == [1, 1]
+    # The worker dies while another rank may still wait for its answer, so the last report need not have been made.
+    assert starts[-1] in ([0, 1], [0, 2], [1, 1])
 
 
 def test_a_failed_worker_restarts_and_the_stream_goes_on(uri: str, tmp_path: Path) -> None:
