@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import ray
@@ -15,9 +16,9 @@ from ray.data.datasource import Datasource, ReadTask
 
 from ray_lance_stream.block import BlockBuilder, BlockRecipe
 from ray_lance_stream.cluster.parcel import Parcel
+from ray_lance_stream.cluster.prefetcher import resolve_rows
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
 from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -58,8 +59,8 @@ class StreamDatasource(Datasource):
         )
         remedy = f"pass the number of finished steps; epoch {epoch} has {steps.num_steps}"
         require_int("start_step", start_step, minimum=0, maximum=steps.num_steps, remedy=remedy)
-        self._handle = handle
-        self._matching = None if matching is None else ray.put(matching)
+        # The list of rows is shared by all tasks, which fetch it when they need it.
+        self._handle = handle if matching is None else dataclasses.replace(handle, matching_rows=ray.put(matching))
         self._recipe = Parcel.of(recipe)
         self._id = uuid.uuid4().hex
         self._cycles = range(min(start_step * steps.cycles_per_step, steps.end_cycle), steps.end_cycle)
@@ -91,25 +92,15 @@ class StreamDatasource(Datasource):
             exec_stats=None,
         )
         cycles_per_block = max(1, self._block_bytes // max(1, self._bytes_of(1)))
-        # The list of rows is shared by all tasks: in a list, else Ray would fetch it into each before it starts.
-        read = functools.partial(
-            _read, self._id, self._recipe, self._handle, [self._matching], range(start, stop), cycles_per_block
-        )
+        read = functools.partial(_read, self._id, self._recipe, self._handle, range(start, stop), cycles_per_block)
         return ReadTask(read, metadata, schema=self._handle.schema, per_task_row_limit=row_limit)
 
     def _bytes_of(self, cycles: int) -> int:
         return int(cycles * self._handle.spec.order.num_splits * self._handle.bytes_per_row)
 
 
-def _read(
-    name: str, recipe: Parcel, handle: PlanHandle, matching: list[Any], cycles: range, cycles_per_block: int
-) -> Iterator[pa.Table]:
+def _read(name: str, recipe: Parcel, handle: PlanHandle, cycles: range, cycles_per_block: int) -> Iterator[pa.Table]:
     builder = _builders.get(name, lambda: BlockBuilder(recipe.unpack()))
-
-    def matching_rows(_: Any) -> IntArray | None:
-        numbers: IntArray | None = None if matching[0] is None else ray.get(matching[0])
-        return numbers
-
     for start in cycles[::cycles_per_block]:
         ranges = Ranges(
             first_split=0,
@@ -117,7 +108,7 @@ def _read(
             start=start,
             stop=min(start + cycles_per_block, cycles.stop),
         )
-        block, _ = builder.build(handle, ranges, matching_rows)
+        block, _ = builder.build(handle, ranges, resolve_rows)
         rows = block if isinstance(block, pa.Table) else block.rows
         assert isinstance(rows, pa.Table)  # only datasets of torch have rows that are objects
         yield rows

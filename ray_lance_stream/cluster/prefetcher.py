@@ -87,7 +87,7 @@ class Prefetcher:
         if stale:
             raise StaleIncarnationError(f"the worker group {incarnation} has been replaced by a newer one")
         with _no_panic("building a block"):
-            table, stats = self._builder.build(handle, ranges, _resolve, deadly)
+            table, stats = self._builder.build(handle, ranges, resolve_rows, deadly)
         with self._lock:
             self._built["blocks"] += 1
             self._built["rows"] += stats.rows
@@ -100,7 +100,7 @@ class Prefetcher:
     def try_build(self, handle: PlanHandle, ranges: Ranges) -> None:
         """Builds a block that nobody wants, to see whether it can be built."""
         with _no_panic("building a block"):
-            self._builder.build(handle, ranges, _resolve)
+            self._builder.build(handle, ranges, resolve_rows)
 
     @ray.method(concurrency_group="control")
     def left_out(self, handle: PlanHandle, ranges: Ranges, error: Exception) -> SkippedRow | None:
@@ -115,7 +115,7 @@ class Prefetcher:
 
     def _rows_of(self, handle: PlanHandle, ranges: Ranges) -> list[tuple[int, int, int]]:
         splits, positions = ranges.places()
-        rows = Plan(handle.spec, handle.num_rows, _resolve(handle.matching_rows)).rows(splits, positions)
+        rows = Plan(handle.spec, handle.num_rows, resolve_rows(handle.matching_rows)).rows(splits, positions)
         return list(zip(rows.tolist(), splits.tolist(), positions.tolist(), strict=True))
 
 
@@ -129,7 +129,8 @@ def _no_panic(doing: str) -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__} while {doing}: {error}") from None
 
 
-def _resolve(rows: Any) -> IntArray | None:
+def resolve_rows(rows: Any) -> IntArray | None:
+    """Returns the list of matching rows that a handle refers to; None where it has none."""
     if rows is None:
         return None
     numbers: IntArray = ray.get(rows)
