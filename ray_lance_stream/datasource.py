@@ -51,12 +51,7 @@ class StreamDatasource(Datasource):
         spec = PlanSpec(table=config.identity, order=config.order, epoch=epoch)
         handle, matching = builder.open_plan(spec)
         layout = SplitLayout(num_rows=handle.num_rows, num_splits=config.order.num_splits)
-        steps = StepPlan(
-            num_splits=layout.num_splits,
-            rows_per_split=layout.rows_per_split,
-            global_batch_size=config.global_batch_size,
-            drop_last=config.drop_last,
-        )
+        steps = StepPlan.of(layout, global_batch_size=config.global_batch_size, drop_last=config.drop_last)
         remedy = f"pass the number of finished steps; epoch {epoch} has {steps.num_steps}"
         require_int("start_step", start_step, minimum=0, maximum=steps.num_steps, remedy=remedy)
         # The list of rows is shared by all tasks, which fetch it when they need it.

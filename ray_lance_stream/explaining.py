@@ -144,12 +144,7 @@ class OfflinePlan:
 
     def steps(self, global_batch_size: int, *, drop_last: bool = False) -> StepPlan:
         """Returns the steps of an epoch."""
-        return StepPlan(
-            num_splits=self.layout.num_splits,
-            rows_per_split=self.layout.rows_per_split,
-            global_batch_size=global_batch_size,
-            drop_last=drop_last,
-        )
+        return StepPlan.of(self.layout, global_batch_size=global_batch_size, drop_last=drop_last)
 
     def rows_of_step(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.plan import require_int
+from ray_lance_stream.plan import SplitLayout, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,16 @@ class StepPlan:
                     remedy="pass drop_last=False or a smaller global_batch_size",
                 )
             )
+
+    @classmethod
+    def of(cls, layout: SplitLayout, *, global_batch_size: int, drop_last: bool) -> StepPlan:
+        """Returns the steps of an epoch of all rows of a layout."""
+        return cls(
+            num_splits=layout.num_splits,
+            rows_per_split=layout.rows_per_split,
+            global_batch_size=global_batch_size,
+            drop_last=drop_last,
+        )
 
     @property
     def cycles_per_step(self) -> int:

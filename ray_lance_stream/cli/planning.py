@@ -65,12 +65,7 @@ class Setup:
         builder = BlockBuilder(BlockRecipe(table=ref.located(table), columns=tuple(columns) or None))
         handle, _ = builder.open_plan(PlanSpec(table=table.identity, order=self.order, epoch=0))
         layout = SplitLayout(num_rows=handle.num_rows, num_splits=self.order.num_splits)
-        steps = StepPlan(
-            num_splits=layout.num_splits,
-            rows_per_split=layout.rows_per_split,
-            global_batch_size=self.global_batch_size,
-            drop_last=self.drop_last,
-        )
+        steps = StepPlan.of(layout, global_batch_size=self.global_batch_size, drop_last=self.drop_last)
         check_micro_batches(steps, self.world_size, self.micro_batch_size)
         shares = [
             share_of(steps, world_size, self.micro_batch_size, handle.bytes_per_row, self.prefetch)
