@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from conftest import Tables
+from deadly import Deadly, DeadlyObjects
 from runs import opened
 
 from ray_lance_stream import DeadlyRowError, LanceStream, PrefetchConfig, ReplaceRow, StreamingDataset
@@ -26,30 +23,6 @@ ROWS, SPLITS = 400, 4
 # Without shuffling split s holds rows 100 * s and on. Two in one block, two cycles apart, and one much later.
 VICTIMS = frozenset({130, 232, 60})
 SMALL_BLOCKS = PrefetchConfig(block_bytes=130, max_buffer_bytes=500)  # of 16 rows of 8 bytes
-
-
-class Deadly:
-    """Kills the process that transforms certain rows, or, where it is told to, only raises."""
-
-    def __init__(self, rows: frozenset[int], log: Path | None) -> None:
-        self.rows, self.log = rows, log
-
-    def __call__(self, batch: pa.RecordBatch) -> Any:
-        found = self.rows & set(batch["id"].to_pylist())
-        if found and self.log is None:
-            raise ValueError(f"rows {sorted(found)}")
-        if found and self.log is not None:
-            with self.log.open("a") as file:
-                file.write(f"{time.time():.1f} {os.getpid()} {sorted(found)} of {batch.num_rows}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return {"id": batch["id"]}
-
-
-class DeadlyObjects(Deadly):
-    """The same, for rows that are Python objects."""
-
-    def __call__(self, batch: pa.RecordBatch) -> Any:
-        return super().__call__(batch)["id"].to_pylist()
 
 
 def stream_of(tables: Tables, log: Path | None, **options: Any) -> LanceStream:
