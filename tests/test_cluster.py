@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+from ray._private.internal_api import node_stats
 from runs import is_running, named_actors, reference, wait_until
 
 from ray_lance_stream import (
@@ -61,6 +63,32 @@ def session_of(shard: Any) -> Session:
 def prefetchers(session: Session) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = ray.get(session.coordinator.prefetchers.remote())
     return found
+
+
+def store_bytes() -> int:
+    """Bytes of objects in Ray's store on this node."""
+    (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+    ask: Any = node_stats  # untyped
+    return int(ask(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.object_store_bytes_used)
+
+
+def widen(batch: pa.RecordBatch) -> dict[str, Any]:
+    return {"id": batch["id"], "wide": np.zeros((batch.num_rows, 10_000), np.uint8)}
+
+
+def test_blocks_leave_the_object_store_when_they_were_consumed(uri: str) -> None:
+    """At once, and not when Python looks for cycles."""
+    blocks = PrefetchConfig(block_bytes=360_000, max_buffer_bytes=1_500_000)
+    gc.collect()
+    with make_stream(uri, transform=widen, prefetch=blocks).open() as shard:
+        before = store_bytes()
+        gc.disable()
+        try:
+            for _ in shard.iter_batches(prefetch_batches=0):
+                wait_until(lambda: store_bytes() - before <= 2_000_000, 30, "what was consumed is gone")
+            wait_until(lambda: store_bytes() <= before, 30, "everything is gone")
+        finally:
+            gc.enable()
 
 
 @pytest.mark.slow

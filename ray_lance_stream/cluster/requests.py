@@ -93,9 +93,7 @@ class Requests:
             self._open[request] = None
             call = self._new_call(request, self._pool.best(time.monotonic()))
         self._send(request, call)
-        # Later: what is too much is given up on whichever thread a block has arrived.
-        abandon = functools.partial(self._abandon, request)
-        request.answer.add_done_callback(lambda done: self.later(abandon) if done.cancelled() else None)
+        request.answer.add_done_callback(functools.partial(self._give_up, weakref.ref(request)))
 
     def deaths_with(self, request: Request) -> int:
         """Returns how many processes have died, as far as is known, while they had this block to build."""
@@ -210,6 +208,13 @@ class Requests:
                 # A prefetcher that is just being started again fails at once, and no block is to blame for it.
                 if process is not None and process.done() and process.exception() is None:
                     died.add(process.result())
+
+    def _give_up(self, request: weakref.ref[Request], done: Future[Any]) -> None:
+        # Weak: an answer keeps what it calls, and would be kept by it, with its block, until Python looks for cycles.
+        present = request()
+        if done.cancelled() and present is not None:
+            # Later: what is too much is given up on whichever thread a block has arrived.
+            self.later(functools.partial(self._abandon, present))
 
     def _abandon(self, request: Request) -> None:
         with self._lock:

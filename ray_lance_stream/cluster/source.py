@@ -260,14 +260,15 @@ class RaySource:
 
 
 def _join(pieces: list[Future[Any]], answer: Future[Any]) -> None:
-    """Puts a block together from its parts."""
-    if not answer.set_running_or_notify_cancel():
-        return
-    error = next((piece.exception() for piece in pieces if piece.exception() is not None), None)
+    """Puts a block together from its parts, and empties their list: their callbacks would keep them by it."""
+    parts = [pieces.pop(0) for _ in pieces[:]]
+    if not parts or not answer.set_running_or_notify_cancel():
+        return  # done already, for parts that ended at the same time, or not wanted any more
+    error = next((part.exception() for part in parts if part.exception() is not None), None)
     if error is not None:
         answer.set_exception(error)
     else:
-        answer.set_result(joined([piece.result() for piece in pieces]))
+        answer.set_result(joined([part.result() for part in parts]))
 
 
 def _first_line(error: BaseException) -> str:
