@@ -100,7 +100,7 @@ def keep_alive(session: Any, holder: str, stop: threading.Event, memory: Memory)
                         session.manager.remember.options(max_task_retries=0).remote(memory.told)
                     failed = False
             except Exception:  # whatever it is, the next renewal may work, and without any the stream ends
-                if not failed:
+                if not failed and not stop.is_set():  # the actors of a shard that was closed may end at once
                     logger.warning("could not renew the stream's lease; trying again", exc_info=True)
                 failed = True
             stop.wait(every_s)
