@@ -7,9 +7,12 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pyarrow as pa
+
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.link import Link
+from ray_lance_stream.origins import Origin, explained, unknown_rows
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import SplitLayout
 from ray_lance_stream.position import Position
@@ -49,6 +52,8 @@ class ShardCore:
         self._handle: PlanHandle | None = None
         self._reader: Reader | None = None
         self._skips = SkipLog()
+        self._origin: Origin | None = None  # of the last batch
+        self._reads_rows = False  # whether the reader's blocks say which rows they hold
         self.loss_scale = 1.0
         self.is_step_end = True
         self._rows = self._batches = self._retries = self._padded_tokens = self._documents_left = 0
@@ -95,12 +100,16 @@ class ShardCore:
 
     @property
     def num_rows(self) -> int:
-        """Rows, or packed blocks, of an epoch on all replicas; where rows may be skipped, the most there can be."""
-        return self._steps().end_cycle * self._config.order.num_splits
+        """Rows, or packed blocks, of an epoch on all replicas; where rows may be skipped, the most there can be.
+
+        Those of steps that ``skip_steps`` leaves out are not counted.
+        """
+        steps = self._steps()
+        return (steps.end_cycle - steps.cycles_left_out) * steps.num_splits
 
     @property
     def dropped_rows(self) -> int:
-        """Rows of the table (after the filter) that this epoch leaves out: N mod S, and ``drop_last``.
+        """Rows of the table (after the filter) that this epoch leaves out: N mod S, ``drop_last``, ``skip_steps``.
 
         Where rows are packed, N mod S alone: how many more the blocks have no room for is known at the epoch's end
         (``stats().documents_left``).
@@ -116,7 +125,10 @@ class ShardCore:
         return self._here().provenance.packing
 
     def __len__(self) -> int:
-        """Returns the number of steps in an epoch; where rows may be skipped, the most there can be."""
+        """Returns the number of steps in an epoch; where rows may be skipped, the most there can be.
+
+        Steps that ``skip_steps`` leaves out are counted, as ``step`` does; not in ``len(shard.iter_batches())``.
+        """
         return self._steps().num_steps
 
     def __repr__(self) -> str:
@@ -149,6 +161,32 @@ class ShardCore:
         if reader is not None and not isinstance(reader, BlockReader):
             log.merge(reader.skips)
         return log
+
+    def explain(self, batch: Any = None) -> pa.Table:
+        """Returns where the rows of a batch come from, in the terms of ``ray-lance-stream explain``.
+
+        Args:
+            batch: A batch made with ``with_rows=True``, of this shard or of another rank's; by default the last one
+                handed out, which needs ``with_rows=True`` only where the plan is a list (``filter``, ``plan=``,
+                ``order="lancedb"``) or rows may be skipped.
+
+        Returns:
+            int64 columns, one row per row: ``epoch``; ``step``, counted from 1; ``index`` in the global batch;
+            ``split``; ``position`` in the split; ``row`` number in the table version; ``rank`` of the replica that
+            gets it; and ``rank_index`` in that replica's part of the step.
+
+        Raises:
+            ConfigError: It is not known: no batch was handed out, rows are packed, or ``with_rows`` was not passed.
+        """
+        world_size = self._seat.replica.dp_size
+        if batch is not None:
+            return explained(batch, num_splits=self._config.order.num_splits, world_size=world_size)
+        if self._origin is None:
+            packed = self._config.packing is not None
+            raise unknown_rows("a stream of packed documents" if packed else "no batch handed out yet")
+        if self._config.sifts and self._origin.numbers is None:
+            raise unknown_rows("a stream that may skip rows")
+        return self._origin.table(world_size)
 
     # ------------------------------------------------------------------ state
 
@@ -202,6 +240,7 @@ class ShardCore:
                     self._source = source
                     if state is None:
                         self._open_plan()
+                        self._check_skips()
                     else:
                         self._move_to(state)
                 except BaseException:
@@ -227,6 +266,7 @@ class ShardCore:
         try:
             steps = self._steps()
             self._position.check_within(steps, self._open_plan().num_rows // steps.num_splits)
+            self._check_skips()
         except BaseException:
             self._position, self._handle = before
             raise
@@ -238,7 +278,15 @@ class ShardCore:
             self._handle = source.plan(spec)
         return self._handle
 
-    def _steps_of(self, handle: PlanHandle) -> StepPlan:
+    def _check_skips(self) -> None:
+        """Raises ConfigError if steps to leave out do not exist."""
+        position = self._position
+        ahead = position.provenance.skips.since(position.epoch, position.cycle)
+        if ahead:
+            ahead.check(self._steps(), given=self._config.skip_steps is not None)
+
+    def _steps_of(self, handle: PlanHandle, epoch: int | None = None) -> StepPlan:
+        """The steps of the epoch under way, or of another one: these differ in the steps left out."""
         layout = SplitLayout(num_rows=handle.num_rows, num_splits=handle.spec.order.num_splits)
         packing = self._position.provenance.packing
         return StepPlan(
@@ -246,6 +294,7 @@ class ShardCore:
             rows_per_split=layout.rows_per_split if packing is None else packing.blocks_per_split,
             global_batch_size=self._config.global_batch_size,
             drop_last=self._config.drop_last,
+            left_out=self._position.provenance.skips.in_epoch(self._position.epoch if epoch is None else epoch),
         )
 
     def _steps(self) -> StepPlan:
