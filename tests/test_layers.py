@@ -30,12 +30,14 @@ ORDER = (
     "packspec",
     "packstate",
     "packing",
+    "stepskips",
     "provenance",
     "state",
     "rowcursor",
     "packedcursor",
     # Lance rows to Arrow blocks.
     "request",
+    "origins",
     "sifting",
     "rownumbers",
     "readable",
@@ -140,6 +142,7 @@ PURE = (
     "packspec",
     "packstate",
     "packing",
+    "stepskips",
     "provenance",
     "state",
     "rowcursor",
@@ -148,6 +151,7 @@ PURE = (
 )
 ROWS_TO_BLOCKS = (
     "request",
+    "origins",
     "sifting",
     "rownumbers",
     "readable",
