@@ -7,12 +7,10 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import pyarrow as pa
-
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import StreamClosedError
+from ray_lance_stream.handedout import HandedOut
 from ray_lance_stream.link import Link
-from ray_lance_stream.origins import Origin, explained, unknown_rows
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import SplitLayout
 from ray_lance_stream.position import Position
@@ -36,7 +34,7 @@ def steps_done(steps: StepPlan, cycle: int, *, ended: bool) -> int:
     return -(-cycle // steps.cycles_per_step) if ended else steps.steps_done(cycle)
 
 
-class ShardCore:
+class ShardCore(HandedOut):
     """The part of :class:`~ray_lance_stream.shard.StreamShard` that hands out nothing."""
 
     def __init__(self, config: StreamConfig, seat: Seat, link: Link) -> None:
@@ -52,7 +50,6 @@ class ShardCore:
         self._handle: PlanHandle | None = None
         self._reader: Reader | None = None
         self._skips = SkipLog()
-        self._origin: Origin | None = None  # of the last batch
         self._reads_rows = False  # whether the reader's blocks say which rows they hold
         self.loss_scale = 1.0
         self.is_step_end = True
@@ -161,32 +158,6 @@ class ShardCore:
         if reader is not None and not isinstance(reader, BlockReader):
             log.merge(reader.skips)
         return log
-
-    def explain(self, batch: Any = None) -> pa.Table:
-        """Returns where the rows of a batch come from, in the terms of ``ray-lance-stream explain``.
-
-        Args:
-            batch: A batch made with ``with_rows=True``, of this shard or of another rank's; by default the last one
-                handed out, which needs ``with_rows=True`` only where the plan is a list (``filter``, ``plan=``,
-                ``order="lancedb"``) or rows may be skipped.
-
-        Returns:
-            int64 columns, one row per row: ``epoch``; ``step``, counted from 1; ``index`` in the global batch;
-            ``split``; ``position`` in the split; ``row`` number in the table version; ``rank`` of the replica that
-            gets it; and ``rank_index`` in that replica's part of the step.
-
-        Raises:
-            ConfigError: It is not known: no batch was handed out, rows are packed, or ``with_rows`` was not passed.
-        """
-        world_size = self._seat.replica.dp_size
-        if batch is not None:
-            return explained(batch, num_splits=self._config.order.num_splits, world_size=world_size)
-        if self._origin is None:
-            packed = self._config.packing is not None
-            raise unknown_rows("a stream of packed documents" if packed else "no batch handed out yet")
-        if self._config.sifts and self._origin.numbers is None:
-            raise unknown_rows("a stream that may skip rows")
-        return self._origin.table(world_size)
 
     # ------------------------------------------------------------------ state
 

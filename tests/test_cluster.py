@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import lancedb
@@ -12,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
-from runs import is_running, named_actors, reference, wait_until
+from checkpoints import run, saved
+from runs import is_running, named_actors, opened, reference, wait_until
 
 from ray_lance_stream import (
     ConfigError,
@@ -61,6 +64,30 @@ def session_of(shard: Any) -> Session:
 def prefetchers(session: Session) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = ray.get(session.coordinator.prefetchers.remote())
     return found
+
+
+def test_batches_say_which_rows_they_hold(uri: str, tmp_path: Path) -> None:
+    stream = make_stream(uri, filter="id % 5 != 2", transform=jitter, skip_steps=[(0, 3, 4)])
+    table = stream.recipe.table.open(stream.config.identity.version)
+    said = {}
+    with opened(stream) as shard:
+        next(iter(shard.iter_batches()))
+        with pytest.raises(ConfigError, match=r"only the prefetchers hold.*with_rows=True"):
+            shard.explain()
+        for batch in shard.iter_torch_batches(with_rows=True, micro_batch_size=12):
+            rows = batch["_stream_row"].numpy()
+            assert table.take(rows, ["id"])["id"].to_pylist() == batch["id"].tolist()
+            assert shard.explain(batch) == shard.explain()
+            said.setdefault(batch["_stream_step"][0].item(), []).append(shard.explain())
+            if shard.is_step_end:
+                assert shard.step == max(said)
+        state = shard.state()
+    assert list(said) == [2, *range(5, 23)]
+    place = saved(tmp_path, state)
+    for step in (2, 5, 22):
+        told = run("explain", uri, "t", "--step", step, "--checkpoint", place, "--global-batch-size", 36, "--json")
+        places = pa.concat_tables(said[step]).select(["index", "split", "position", "row"])
+        assert json.loads(told.stdout)["rows"] == places.to_pylist()
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ ORDER = (
     "position",
     "groupagreement",
     "readers",
+    "handedout",
     "agreement",
     "link",
     "core",

@@ -14,13 +14,13 @@ from conftest import Tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, ReplaceRow
+from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, ReplaceRow, StreamShard
 from ray_lance_stream.agreement import ThreadAgreement
 from ray_lance_stream.explaining import rows_of_step
-from ray_lance_stream.local import LocalSource
+from ray_lance_stream.local import LocalLink, LocalSource
 from ray_lance_stream.origins import COLUMNS
 from ray_lance_stream.plan import Plan, PlanSpec
-from ray_lance_stream.topology import Replica
+from ray_lance_stream.topology import Replica, Seat
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 ROWS = 50
@@ -157,6 +157,17 @@ def test_all_formats_carry_them(tables: Tables) -> None:
         shard.load_state_dict(state)
         batch = next(iter(shard.iter_torch_batches(with_rows=True, dtypes=torch.float32)))
         assert {batch[name].dtype for name in COLUMNS} == {torch.int64} and batch["id"].dtype == torch.float32
+
+
+def test_ranks_of_one_replica_say_the_same(tables: Tables) -> None:
+    stream = tables.stream(ROWS)
+    seats = [Seat(replica=Replica(dp_rank=rank // 2, dp_size=2), world_rank=rank, world_size=4) for rank in range(4)]
+    said = []
+    for seat in seats:
+        with StreamShard(stream.config, seat, LocalLink(stream.recipe)) as shard:
+            said.append([shard.explain(batch) for batch in shard.iter_batches(with_rows=True)])
+            assert {rank for batch in said[-1] for rank in batch["rank"].to_pylist()} == {seat.replica.dp_rank}
+    assert said[0] == said[1] != said[2] == said[3]
 
 
 def test_deleted_rows_shift_the_numbers(tables: Tables) -> None:
