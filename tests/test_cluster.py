@@ -85,7 +85,8 @@ def test_batches_say_which_rows_they_hold(uri: str, tmp_path: Path) -> None:
     assert list(said) == [2, *range(5, 23)]
     place = saved(tmp_path, state)
     for step in (2, 5, 22):
-        told = run("explain", uri, "t", "--step", step, "--checkpoint", place, "--global-batch-size", 36, "--json")
+        which = ("--step", step, "--epoch", 0, "--checkpoint", place, "--global-batch-size", 36)
+        told = run("explain", uri, "t", *which, "--json")
         places = pa.concat_tables(said[step]).select(["index", "split", "position", "row"])
         assert json.loads(told.stdout)["rows"] == places.to_pylist()
 
