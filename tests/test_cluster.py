@@ -69,7 +69,7 @@ def prefetchers(session: Session) -> list[tuple[str, int]]:
 def test_batches_say_which_rows_they_hold(uri: str, tmp_path: Path) -> None:
     stream = make_stream(uri, filter="id % 5 != 2", transform=jitter, skip_steps=[(0, 3, 4)])
     table = stream.recipe.table.open(stream.config.identity.version)
-    said = {}
+    said: dict[int, list[pa.Table]] = {}
     with opened(stream) as shard:
         next(iter(shard.iter_batches()))
         with pytest.raises(ConfigError, match=r"only the prefetchers hold.*with_rows=True"):

@@ -136,7 +136,8 @@ def test_a_dataset_of_ray_data_leaves_them_out(tables: Tables) -> None:
     def ids(**options: Any) -> list[int]:
         recipe = cloudpickle.dumps(stream.recipe)  # type: ignore[no-untyped-call]
         tasks = StreamDatasource(stream.config, recipe, **options).get_read_tasks(2)
-        return [i for task in tasks for block in task() for i in pa.table(block)["id"].to_pylist()]
+        blocks: list[Any] = [block for task in tasks for block in task()]
+        return [i for block in blocks for i in block["id"].to_pylist()]
 
     plain = delivered(global_batches(tables.stream(50), epoch_count=2))
     for epoch, start in ((0, 0), (0, 1), (0, 3), (0, 5), (1, 0)):
