@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
+from ray_lance_stream.origins import Origin
 from ray_lance_stream.packedreader import PackedReader
 from ray_lance_stream.packstate import PackPlace
 from ray_lance_stream.plan import require_int
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader
+from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import Replica, StepPlan, StepShare
 
@@ -43,10 +45,12 @@ class Delivery(Generic[T]):
     is_last: bool = False  # the epoch ends with this step, earlier than without skipped rows
     places: tuple[PackPlace, ...] | None = None  # of every split behind the step, where documents are packed
     padded_tokens: int = 0  # in the blocks of the step
+    origin: Origin | None = None  # None where documents are packed
 
 
 def deliveries(
     reader: BlockReader | PackedReader,
+    handle: PlanHandle,
     steps: StepPlan,
     replica: Replica,
     position: Position,
@@ -54,7 +58,7 @@ def deliveries(
     micro_batch_size: int | None,
 ) -> Generator[Delivery[T], None, None]:
     """Makes the batches from a position to the end of its epoch. Reads the position, never moves it."""
-    cycle, skip = position.cycle, position.micro_done
+    cycle, skip = steps.next_cycle(position.cycle), position.micro_done
     owned = replica.owned_splits(steps.num_splits)
     width = len(owned)
     while cycle < steps.end_cycle:
@@ -65,8 +69,12 @@ def deliveries(
         packed = reader.made_to(cycles.stop) if isinstance(reader, PackedReader) else None
         for index in range(skip, share.num_micro_batches):
             part = share.micro_batch(index)
+            rows = range(first + part.start, first + part.stop)
+            parts = reader.read(rows)
+            origin = Origin.of(handle, steps, owned, rows, parts) if packed is None else None
             yield Delivery(
-                batch=convert(reader.read(range(first + part.start, first + part.stop))),
+                batch=convert(parts if origin is None else origin.marked(parts)),
+                origin=origin,
                 rows=len(part),
                 loss_scale=share.loss_scale(len(part)),
                 micro_index=index,
@@ -75,12 +83,13 @@ def deliveries(
                 places=None if packed is None else position.places_with(owned, packed.places),
                 padded_tokens=0 if packed is None else packed.padded_tokens,
             )
-        cycle, skip = cycles.stop, 0
+        cycle, skip = steps.next_cycle(cycles.stop), 0
         reader.release(position.cycle)  # what the trainer has been handed, not what was made ahead
 
 
 def sifted_deliveries(
     reader: SurvivorReader,
+    handle: PlanHandle,
     steps: StepPlan,
     replica: Replica,
     position: Position,
@@ -106,8 +115,12 @@ def sifted_deliveries(
         positions = position.positions_with(owned, end, reader.positions_after(end))
         for index in range(skip, share.num_micro_batches):
             part = share.micro_batch(index)
+            rows = range(cycle * width + part.start, cycle * width + part.stop)
+            parts = reader.read(rows)
+            origin = Origin.of(handle, steps, owned, rows, parts)
             yield Delivery(
-                batch=convert(reader.read(range(cycle * width + part.start, cycle * width + part.stop))),
+                batch=convert(origin.marked(parts)),
+                origin=origin,
                 rows=len(part),
                 loss_scale=share.loss_scale(len(part)),
                 micro_index=index,
@@ -131,6 +144,7 @@ class BatchOptions:
     prefetch_batches: int
     drop_last: bool
     local_shuffle_buffer_size: int | None
+    with_rows: bool = False
 
     def check(self, steps: StepPlan, replica: Replica, position: Position, *, drop_last: bool) -> None:
         """Raises ConfigError if an option cannot work for this stream and replica."""
@@ -191,16 +205,22 @@ def _share(steps: StepPlan, replica: Replica, num_cycles: int, micro_batch_size:
 
 def batches_left(steps: StepPlan, replica: Replica, position: Position, micro_batch_size: int | None) -> int:
     """Returns how many batches, micro-batches counted, lie between a position and the end of its epoch."""
-    if position.cycle >= steps.end_cycle:
+    cycle = steps.next_cycle(position.cycle)
+    if cycle >= steps.end_cycle:
         return 0
 
     def batches(cycles: range) -> int:
         return _share(steps, replica, len(cycles), micro_batch_size).num_micro_batches
 
-    current, last = steps.rest_of_step(position.cycle), steps.num_steps - 1
+    current, last = steps.rest_of_step(cycle), steps.num_steps - 1
     left = batches(current) - position.micro_done
     if current.stop < steps.end_cycle:
         left += batches(steps.cycles(0)) * (last - steps.step_of(current.stop)) + batches(steps.cycles(last))
+    for gap in steps.left_out:  # whole steps
+        if current.stop <= gap.start < steps.end_cycle:
+            has_last = gap.stop >= steps.end_cycle
+            others = (last if has_last else steps.step_of(gap.stop)) - steps.step_of(gap.start)
+            left -= others * batches(steps.cycles(0)) + (batches(steps.cycles(last)) if has_last else 0)
     return left
 
 

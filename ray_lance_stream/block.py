@@ -21,6 +21,7 @@ import pyarrow as pa
 from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import TransformError, explain
 from ray_lance_stream.location import TableRef
+from ray_lance_stream.origins import numbered
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.readable import ReadableTable, check_identity
@@ -154,8 +155,16 @@ class BlockBuilder:
         if isinstance(block, Sifted):
             if isinstance(block.rows, pa.Table) and self._fixes_schema:
                 block.rows = cast_to(block.rows, handle.schema)
+                if handle.with_rows:
+                    numbers = plan.rows(block.splits, block.positions)
+                    block.rows = numbered(block.rows, numbers, block.positions)
+                    block.nbytes = block.rows.nbytes
             return block, stats
-        return cast_to(block, handle.schema), stats
+        block = cast_to(block, handle.schema)
+        if handle.with_rows:
+            splits, positions = ranges.places()
+            block = numbered(block, plan.rows(splits, positions), positions)
+        return block, stats
 
     def left_out(self, error: Exception, row_number: int, split: int, position: int) -> SkippedRow | None:
         """Returns how a row with an error that is not the transform's is left out; None if it is not to be."""

@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 from ray_lance_stream.errors import ConfigError, MissingStateError, StateMismatchError, explain, shown
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
-from ray_lance_stream.provenance import Provenance, check_overrides, reconcile
+from ray_lance_stream.provenance import Provenance, check_overrides, reconcile, reconcile_skips
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.stepskips import NO_SKIPS, Skips, StepRange
 
 MIB: Final = 1024 * 1024
 POOL_LABEL: Final = {"pool": "data"}
@@ -106,6 +107,7 @@ class StreamConfig:
     sifts: bool = False  # blocks say which of their rows came through, because some may fail
     packing: Packing | None = None  # how rows become blocks of tokens, their number known
     blocks_given: bool = True  # False if that number is an estimate; then a state brings its own
+    skip_steps: tuple[StepRange, ...] | None = None  # None: those that a state names
 
     def __post_init__(self) -> None:
         check_overrides(self.allow_changes)
@@ -128,6 +130,20 @@ class StreamConfig:
                 )
             )
 
+        if self.skip_steps and self.is_uneven:
+            raise self._cannot_skip(f"skip_steps={list(self.skip_steps)}")
+
+    def _cannot_skip(self, found: str) -> ConfigError:
+        what = "pack_sequences" if self.packing is not None else "on_transform_error"
+        return ConfigError(
+            explain(
+                f"skip_steps does not go with {what}: what a step holds depends on the rows of all steps before it",
+                found=found,
+                expected="a stream of rows that are neither packed nor left out one by one",
+                remedy=f"leave skip_steps or {what} out",
+            )
+        )
+
     @property
     def is_uneven(self) -> bool:
         """Whether splits are consumed unevenly, so that a replica knows its own splits' place only."""
@@ -136,7 +152,27 @@ class StreamConfig:
     @property
     def provenance(self) -> Provenance:
         """What the stream reads, if no state says otherwise."""
-        return Provenance(table=self.identity, order=self.order, packing=self.packing)
+        return Provenance(table=self.identity, order=self.order, packing=self.packing, skips=self.skips or NO_SKIPS)
+
+    @property
+    def skips(self) -> Skips | None:
+        """The cycles of ``skip_steps``; None where that says nothing."""
+        if self.skip_steps is None:
+            return None
+        return Skips.of_steps(self.skip_steps, self.global_batch_size // self.order.num_splits)
+
+    def skips_from(self, state: StreamState) -> Skips:
+        """Returns what is left out from a state on, and what was before.
+
+        Raises:
+            StateMismatchError: The state did not leave out what lies behind it, or left out more.
+            ConfigError: Steps are left out, and the stream skips rows or packs them.
+        """
+        place = {"epoch": state.epoch, "cycle": state.completed_cycles}
+        skips = reconcile_skips(state.provenance.skips, self.skips, **place, allow_changes=self.allow_changes)
+        if self.is_uneven and skips.since(**place):
+            raise self._cannot_skip("a state that names steps ahead of it")
+        return skips
 
     def continued(self, saved: Provenance) -> Provenance:
         """Returns what the stream reads from a state on; what the user left open is the state's.

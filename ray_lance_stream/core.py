@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import StreamClosedError
+from ray_lance_stream.handedout import HandedOut
 from ray_lance_stream.link import Link
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import SplitLayout
@@ -33,7 +34,7 @@ def steps_done(steps: StepPlan, cycle: int, *, ended: bool) -> int:
     return -(-cycle // steps.cycles_per_step) if ended else steps.steps_done(cycle)
 
 
-class ShardCore:
+class ShardCore(HandedOut):
     """The part of :class:`~ray_lance_stream.shard.StreamShard` that hands out nothing."""
 
     def __init__(self, config: StreamConfig, seat: Seat, link: Link) -> None:
@@ -49,6 +50,7 @@ class ShardCore:
         self._handle: PlanHandle | None = None
         self._reader: Reader | None = None
         self._skips = SkipLog()
+        self._reads_rows = False  # whether the reader's blocks say which rows they hold
         self.loss_scale = 1.0
         self.is_step_end = True
         self._rows = self._batches = self._retries = self._padded_tokens = self._documents_left = 0
@@ -95,12 +97,16 @@ class ShardCore:
 
     @property
     def num_rows(self) -> int:
-        """Rows, or packed blocks, of an epoch on all replicas; where rows may be skipped, the most there can be."""
-        return self._steps().end_cycle * self._config.order.num_splits
+        """Rows, or packed blocks, of an epoch on all replicas; where rows may be skipped, the most there can be.
+
+        Those of steps that ``skip_steps`` leaves out are not counted.
+        """
+        steps = self._steps()
+        return (steps.end_cycle - steps.cycles_left_out) * steps.num_splits
 
     @property
     def dropped_rows(self) -> int:
-        """Rows of the table (after the filter) that this epoch leaves out: N mod S, and ``drop_last``.
+        """Rows of the table (after the filter) that this epoch leaves out: N mod S, ``drop_last``, ``skip_steps``.
 
         Where rows are packed, N mod S alone: how many more the blocks have no room for is known at the epoch's end
         (``stats().documents_left``).
@@ -116,7 +122,10 @@ class ShardCore:
         return self._here().provenance.packing
 
     def __len__(self) -> int:
-        """Returns the number of steps in an epoch; where rows may be skipped, the most there can be."""
+        """Returns the number of steps in an epoch; where rows may be skipped, the most there can be.
+
+        Steps that ``skip_steps`` leaves out are counted, as ``step`` does; not in ``len(shard.iter_batches())``.
+        """
         return self._steps().num_steps
 
     def __repr__(self) -> str:
@@ -202,6 +211,7 @@ class ShardCore:
                     self._source = source
                     if state is None:
                         self._open_plan()
+                        self._check_skips()
                     else:
                         self._move_to(state)
                 except BaseException:
@@ -227,6 +237,7 @@ class ShardCore:
         try:
             steps = self._steps()
             self._position.check_within(steps, self._open_plan().num_rows // steps.num_splits)
+            self._check_skips()
         except BaseException:
             self._position, self._handle = before
             raise
@@ -238,7 +249,15 @@ class ShardCore:
             self._handle = source.plan(spec)
         return self._handle
 
-    def _steps_of(self, handle: PlanHandle) -> StepPlan:
+    def _check_skips(self) -> None:
+        """Raises ConfigError if steps to leave out do not exist."""
+        position = self._position
+        ahead = position.provenance.skips.since(position.epoch, position.cycle)
+        if ahead:
+            ahead.check(self._steps(), given=self._config.skip_steps is not None)
+
+    def _steps_of(self, handle: PlanHandle, epoch: int | None = None) -> StepPlan:
+        """The steps of the epoch under way, or of another one: these differ in the steps left out."""
         layout = SplitLayout(num_rows=handle.num_rows, num_splits=handle.spec.order.num_splits)
         packing = self._position.provenance.packing
         return StepPlan(
@@ -246,6 +265,7 @@ class ShardCore:
             rows_per_split=layout.rows_per_split if packing is None else packing.blocks_per_split,
             global_batch_size=self._config.global_batch_size,
             drop_last=self._config.drop_last,
+            left_out=self._position.provenance.skips.in_epoch(self._position.epoch if epoch is None else epoch),
         )
 
     def _steps(self) -> StepPlan:

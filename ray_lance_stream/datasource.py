@@ -58,7 +58,7 @@ class StreamDatasource(Datasource):
         self._handle = handle if matching is None else dataclasses.replace(handle, matching_rows=ray.put(matching))
         self._recipe = Parcel.of(recipe)
         self._id = uuid.uuid4().hex
-        self._cycles = range(min(start_step * steps.cycles_per_step, steps.end_cycle), steps.end_cycle)
+        self._runs = _runs(config, steps, epoch, start_step * steps.cycles_per_step)
         self._block_bytes = config.prefetch.block_bytes
 
     def get_name(self) -> str:
@@ -67,16 +67,19 @@ class StreamDatasource(Datasource):
 
     def estimate_inmemory_data_size(self) -> int:
         """Bytes of the transformed rows, estimated from the first ones."""
-        return self._bytes_of(len(self._cycles))
+        return self._bytes_of(sum(map(len, self._runs)))
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        """Cuts the epoch into at most ``parallelism`` runs of cycles, in order."""
+        """Cuts the epoch into runs of cycles, in order: ``parallelism``, and one more wherever steps are left out."""
         del data_context
-        each = math.ceil(len(self._cycles) / max(1, parallelism))
-        starts = range(self._cycles.start, self._cycles.stop, max(1, each))
-        return [self._task(start, min(start + each, self._cycles.stop), per_task_row_limit) for start in starts]
+        each = max(1, math.ceil(sum(map(len, self._runs)) / max(1, parallelism)))
+        return [
+            self._task(start, min(start + each, run.stop), per_task_row_limit)
+            for run in self._runs
+            for start in run[::each]
+        ]
 
     def _task(self, start: int, stop: int, row_limit: int | None) -> ReadTask:
         num_splits = self._handle.spec.order.num_splits
@@ -107,6 +110,18 @@ def _read(name: str, recipe: Parcel, handle: PlanHandle, cycles: range, cycles_p
         rows = block if isinstance(block, pa.Table) else block.rows
         assert isinstance(rows, pa.Table)  # only datasets of torch have rows that are objects
         yield rows
+
+
+def _runs(config: StreamConfig, steps: StepPlan, epoch: int, start: int) -> list[range]:
+    """Returns the cycles from ``start`` on that are delivered."""
+    skips = config.provenance.skips
+    skips.check(steps, given=True)
+    ends = [(gap.start, gap.stop) for gap in skips.in_epoch(epoch)] + [(steps.end_cycle, steps.end_cycle)]
+    runs = []
+    for stop, behind in ends:
+        runs.append(range(min(start, steps.end_cycle), min(stop, steps.end_cycle)))
+        start = max(start, behind)
+    return [run for run in runs if run]
 
 
 def _refuse_uneven(config: StreamConfig, recipe: BlockRecipe) -> None:

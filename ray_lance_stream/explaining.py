@@ -31,6 +31,7 @@ from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.readable import check_identity
 from ray_lance_stream.request import Ranges
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.stepskips import NO_SKIPS, Skips
 from ray_lance_stream.topology import Replica, StepPlan
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class StepRows:
             ``row`` number in the table version; and, if a world size was given, the ``rank`` of the replica that
             gets it and the ``rank_index`` in that replica's batch.
         columns: The table's columns that were asked for, before any transform; None if none were.
+        skipped: Whether ``skip_steps`` leaves the step out, so that no replica is handed it.
     """
 
     epoch: int
@@ -66,6 +68,7 @@ class StepRows:
     num_rows: int
     places: pa.Table
     columns: pa.Table | None
+    skipped: bool = False
 
 
 class OfflinePlan:
@@ -76,13 +79,19 @@ class OfflinePlan:
         order: The order.
         ref: How to open the table, for LanceDB's order.
         plan: The user's rows, for the order "plan".
+        skips: Steps that are left out.
 
     Raises:
         ConfigError: A filter that cannot be read, fewer rows than splits, or the user's plan is missing.
     """
 
     def __init__(
-        self, table: ReadableTable, order: OrderSpec, ref: TableRef | None = None, plan: UserPlan | None = None
+        self,
+        table: ReadableTable,
+        order: OrderSpec,
+        ref: TableRef | None = None,
+        plan: UserPlan | None = None,
+        skips: Skips = NO_SKIPS,
     ) -> None:
         if order.order == "plan" and plan is None:
             raise ConfigError(
@@ -95,6 +104,7 @@ class OfflinePlan:
             )
         self.table = table
         self.order = order
+        self.skips = skips
         self._ref = ref
         self._user_plan = plan
         if plan is not None:
@@ -130,7 +140,7 @@ class OfflinePlan:
                     remedy="read the stream itself to see its blocks",
                 )
             )
-        return cls(table, provenance.order, ref, plan)
+        return cls(table, provenance.order, ref, plan, provenance.skips)
 
     def _plan(self, epoch: int) -> Plan:
         spec = PlanSpec(table=self.table.identity, order=self.order, epoch=epoch)
@@ -189,6 +199,7 @@ class OfflinePlan:
             num_rows=len(wanted),
             places=pa.table(places),
             columns=self.table.take(rows, list(columns)) if columns else None,
+            skipped=any(cycles.start in gap for gap in self.skips.in_epoch(epoch)),
         )
 
 

@@ -56,7 +56,7 @@ class Position:
             StateMismatchError: The state belongs to other data than the stream.
             StateError: It was not taken at the end of a cycle.
         """
-        provenance = config.continued(state.provenance)
+        provenance = replace(config.continued(state.provenance), skips=config.skips_from(state))
         if state.packed is not None:
             places = tuple(PackPlace(cursor) for cursor in state.packed)
             return cls(provenance=provenance, epoch=state.epoch, cycle=common_blocks(state.packed), places=places)

@@ -11,10 +11,21 @@ from ray_lance_stream.counts import malformed, read_count
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import OrderSpec, TableIdentity
+from ray_lance_stream.stepskips import NO_SKIPS, Skips
 
 # What a user may override, field by field. num_splits is not among them: counts of other splits mean nothing.
-OVERRIDABLE_FIELDS: Final = ("filter", "order", "plan_digest", "shuffle", "shuffle_clump_size", "shuffle_seed", "table")
+OVERRIDABLE_FIELDS: Final = (
+    "filter",
+    "order",
+    "plan_digest",
+    "shuffle",
+    "shuffle_clump_size",
+    "shuffle_seed",
+    "skip_steps",
+    "table",
+)
 PACKING_FIELDS: Final = ("pack_sequences", "eos_id", "pad_id", "blocks_per_epoch")
+_SKIPPED: Final = "skipped_cycles"  # states of runs that left no step out do not have it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +36,13 @@ class Provenance:
         table: The table version.
         order: The order of its rows.
         packing: How they become blocks, its number of blocks known; None for rows that are not packed.
+        skips: What was and what is to be left out of it, whole steps.
     """
 
     table: TableIdentity
     order: OrderSpec
     packing: Packing | None = None
+    skips: Skips = NO_SKIPS
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON types: all but ``num_splits`` and the seed, which a state says itself."""
@@ -46,6 +59,8 @@ class Provenance:
         }
         if order.plan_digest is not None:
             saved["plan_digest"] = order.plan_digest
+        if self.skips:
+            saved[_SKIPPED] = self.skips.to_json()
         return saved
 
     @classmethod
@@ -77,7 +92,10 @@ class Provenance:
             fingerprint=get(saved, "table_fingerprint", str),
         )
         return cls(
-            table=table, order=order, packing=None if packing is None else packing_from_dict(packing, num_splits)
+            table=table,
+            order=order,
+            packing=None if packing is None else packing_from_dict(packing, num_splits),
+            skips=Skips.from_json(_SKIPPED, saved[_SKIPPED]) if _SKIPPED in saved else NO_SKIPS,
         )
 
 
@@ -123,7 +141,7 @@ def reconcile(
     """
     check_overrides(allow_changes)
     adopted = dataclasses.replace(order, shuffle_seed=saved.order.shuffle_seed) if not seed_given else order
-    current = Provenance(table=saved.table, order=adopted, packing=packing)
+    current = Provenance(table=saved.table, order=adopted, packing=packing, skips=saved.skips)
     for name, (was, now) in differences(saved, current).items():
         if name in allow_changes:
             continue
@@ -135,6 +153,57 @@ def reconcile(
         )
         raise StateMismatchError(mismatch_text(name, was, now, remedy), name, was, now)
     return adopted
+
+
+def reconcile_skips(
+    saved: Skips, given: Skips | None, *, epoch: int, cycle: int, allow_changes: Collection[str] = ()
+) -> Skips:
+    """Returns which steps a stream leaves out when it loads a state.
+
+    What lies ahead of the state is the stream's to say: naming steps is explicit already, and no row that was
+    consumed becomes another one. What lies behind is what happened: a stream that names steps which were delivered
+    would seem to leave them out and does not.
+
+    Args:
+        saved: What the state says.
+        given: What the stream says; None if nothing, and then the state's hold.
+        epoch: The epoch of the state.
+        cycle: Its cycle.
+        allow_changes: Fields in which the stream may differ from the state; of what lies behind the state's hold.
+
+    Raises:
+        StateMismatchError: They differ in what lies behind the state.
+    """
+    if given is None:
+        return saved
+    was, now = saved.before(epoch, cycle), given.before(epoch, cycle)
+    if was != now and "skip_steps" not in allow_changes:
+        missing, extra = _without(was, now), _without(now, was)
+        raise StateMismatchError(
+            explain(
+                "skip_steps differs in steps that lie behind the state",
+                found="; ".join(
+                    filter(None, (_cycles(extra, "delivered"), _cycles(missing, "left out and not named")))
+                ),
+                expected="the steps that were left out up to the state, and any that lie ahead of it",
+                remedy="resume from a checkpoint before the steps, or name what was left out as well "
+                "(ray-lance-stream inspect shows it), or build the stream with allow_changes=('skip_steps',) to go on",
+            ),
+            "skip_steps",
+            was.ranges,
+            now.ranges,
+        )
+    return was | given.since(epoch, cycle)
+
+
+def _without(some: Skips, others: Skips) -> tuple[tuple[int, int, int], ...]:
+    return tuple(entry for entry in some.ranges if entry not in others.ranges)
+
+
+def _cycles(ranges: Collection[tuple[int, int, int]], what: str) -> str:
+    return ", ".join(f"cycles {start} to {stop - 1} of epoch {epoch}" for epoch, start, stop in ranges) + (
+        f" {what}" if ranges else ""
+    )
 
 
 def check_overrides(allow_changes: Collection[str]) -> None:
@@ -157,6 +226,7 @@ def differences(a: Provenance, b: Provenance) -> dict[str, tuple[object, object]
         spec.name: (getattr(a.order, spec.name), getattr(b.order, spec.name)) for spec in dataclasses.fields(OrderSpec)
     }
     fields["table"] = (a.table, b.table)
+    fields["skip_steps"] = (a.skips.ranges, b.skips.ranges)
     if a.packing is not None and b.packing is not None:
         fields |= {name: (getattr(a.packing, name), getattr(b.packing, name)) for name in PACKING_FIELDS}
     else:

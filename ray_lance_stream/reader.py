@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,7 +40,7 @@ class BlockReader:
     """Serves the rows of consecutive cycles, waiting for blocks as needed.
 
     Not thread-safe: one thread reads at a time. Blocks stay until :meth:`release`, so a reader can go
-    back to the last released cycle without asking for anything again.
+    back to the last released cycle without asking for anything again. The cycles of ``left_out`` are not read.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class BlockReader:
         end_cycle: int,
         cycles_per_step: int,
         read_ahead: ReadAhead,
+        left_out: Sequence[range] = (),
     ) -> None:
         self._dispatcher = Dispatcher(source, handle, self._give_up_excess)
         self._owned = owned_splits
         self._end_cycle = end_cycle
+        self._left_out = left_out
         self._cycles_per_step = cycles_per_step
         self._read_ahead = read_ahead
         self._blocks: deque[Flight] = deque()
@@ -115,18 +118,23 @@ class BlockReader:
         self._dispatcher.check_open()
         while self._blocks and self._blocks[-1].withdrawn:
             self._next_cycle = self._blocks.pop().ranges.start
-        while self._next_cycle < self._end_cycle:
+        while self._skip_left_out() < self._end_cycle:
             size = self._block_cycles()
             estimate = size * self._bytes_per_cycle
             held = self.buffered_bytes
             ahead = self._next_cycle >= until and bool(self._blocks)
             if ahead and (not self._any_arrived or held + estimate > self._read_ahead.max_bytes):
                 return  # what is wanted first does not share the prefetchers with what comes later
-            start, stop = self._next_cycle, min(self._next_cycle + size, self._end_cycle)
+            ends = (gap.start for gap in self._left_out if gap.start > self._next_cycle)
+            start, stop = self._next_cycle, min(self._next_cycle + size, self._end_cycle, *ends)
             ranges = Ranges(first_split=self._owned.start, num_splits=len(self._owned), start=start, stop=stop)
             self._blocks.append(self._dispatcher.send(ranges, (stop - start) * self._bytes_per_cycle))
             self._next_cycle = stop
             self._next_bytes = min(self._next_bytes * _GROWTH, self._largest_bytes)
+
+    def _skip_left_out(self) -> int:
+        self._next_cycle = next((gap.stop for gap in self._left_out if self._next_cycle in gap), self._next_cycle)
+        return self._next_cycle
 
     def _give_up_excess(self, bytes_per_row: float) -> None:
         """Called on any thread, when a block is heavier than expected."""

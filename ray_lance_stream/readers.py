@@ -96,6 +96,7 @@ def new_reader(
             end_cycle=steps.end_cycle,
             cycles_per_step=steps.cycles_per_step,
             read_ahead=ReadAhead(max_bytes=max(1, max_bytes), block_bytes=config.prefetch.block_bytes),
+            left_out=steps.left_out,
         )
     own = slice(owned.start, owned.stop)
     if packing is None:

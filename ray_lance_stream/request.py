@@ -72,6 +72,7 @@ class PlanHandle:
         schema: Schema of every block, fixed by the first rows of epoch 0.
         bytes_per_row: First guess of a transformed row's size.
         surplus_rows: Rows left out that ``num_rows`` does not count: what a list leaves out of itself.
+        with_rows: Whether blocks say which rows of the table theirs are; see ``origins``.
     """
 
     spec: PlanSpec
@@ -80,3 +81,4 @@ class PlanHandle:
     schema: pa.Schema
     bytes_per_row: float
     surplus_rows: int = 0
+    with_rows: bool = False

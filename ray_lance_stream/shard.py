@@ -20,9 +20,11 @@ from ray_lance_stream.batches import (
 from ray_lance_stream.core import ShardCore, steps_done
 from ray_lance_stream.delivery import prefetch
 from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.origins import COLUMNS, saying_rows, unknown_rows
 from ray_lance_stream.packedreader import PackedReader
 from ray_lance_stream.position import Position
 from ray_lance_stream.readers import Reader, Room, new_reader
+from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.survivors import SurvivorReader
 from ray_lance_stream.topology import StepPlan
 
@@ -73,6 +75,7 @@ class StreamShard(ShardCore):
         drop_last: bool = False,
         local_shuffle_buffer_size: int | None = None,
         zero_copy: bool = False,
+        with_rows: bool = False,
     ) -> Batches[Any]:
         """Returns the rest of the current epoch, one batch per step (or per micro-batch).
 
@@ -86,6 +89,10 @@ class StreamShard(ShardCore):
             local_shuffle_buffer_size: Refused: it would make the order depend on timing.
             zero_copy: Hand out read-only views of the block instead of the trainer's own memory, where the
                 format allows it ("numpy", "pyarrow"). The block stays in memory until the last view is gone.
+            with_rows: Add to every batch the int64 columns ``_stream_row``, the row's number in the table version,
+                ``_stream_split``, ``_stream_position`` in the split, ``_stream_epoch``, ``_stream_step`` (counted from
+                1: what ``step`` says at its end) and ``_stream_index`` in the global batch. See :meth:`explain`. Not
+                for packed documents, whose blocks are no rows.
 
         Raises:
             ConfigError: An argument cannot work; the message says what does.
@@ -110,6 +117,7 @@ class StreamShard(ShardCore):
             prefetch_batches=prefetch_batches,
             drop_last=drop_last,
             local_shuffle_buffer_size=local_shuffle_buffer_size,
+            with_rows=with_rows,
         )
         return self._batches_of(converters[batch_format], options)
 
@@ -126,6 +134,7 @@ class StreamShard(ShardCore):
         drop_last: bool = False,
         local_shuffle_buffer_size: int | None = None,
         zero_copy: bool = False,
+        with_rows: bool = False,
     ) -> Batches[Any]:
         """Returns the rest of the current epoch as dicts of tensors; parameters as Ray Data's.
 
@@ -136,7 +145,7 @@ class StreamShard(ShardCore):
             batch_size: See :meth:`iter_batches`.
             prefetch_batches: See :meth:`iter_batches`.
             micro_batch_size: See :meth:`iter_batches`.
-            dtypes: One dtype for all numeric columns, or one by column name.
+            dtypes: One dtype for all numeric columns, or one by column name; those of ``with_rows`` stay int64.
             device: Where tensors go; "auto" is the worker's training device, the CPU outside Ray Train.
             collate_fn: Called with the batch as a dict of numpy arrays; what it returns is yielded, tensors
                 in it (also in dicts, lists and tuples) moved to ``device``.
@@ -145,6 +154,7 @@ class StreamShard(ShardCore):
             local_shuffle_buffer_size: See :meth:`iter_batches`.
             zero_copy: See :meth:`iter_batches`. Torch knows no read-only tensors: writing into a batch, also
                 by an in-place operation, then corrupts the block or kills the process.
+            with_rows: See :meth:`iter_batches`; a ``collate_fn`` gets the columns as well.
         """
         if collate_fn is not None and (dtypes is not None or pin_memory):
             raise ConfigError(
@@ -161,13 +171,18 @@ class StreamShard(ShardCore):
             prefetch_batches=prefetch_batches,
             drop_last=drop_last,
             local_shuffle_buffer_size=local_shuffle_buffer_size,
+            with_rows=with_rows,
         )
 
         def convert(parts: Parts) -> Any:
             target = self._link_device() if device == "auto" else device
             if collate_fn is not None:
                 return collate.move(collate_fn(collate.to_numpy(parts, copy=not zero_copy)), target)
-            return collate.to_torch(parts, dtypes=dtypes, device=target, pin_memory=pin_memory, copy=not zero_copy)
+            places = [part.select(COLUMNS) for part in parts] if with_rows else []
+            own = [part.drop_columns(list(COLUMNS)) for part in parts] if with_rows else parts
+            to_torch = functools.partial(collate.to_torch, device=target, pin_memory=pin_memory, copy=not zero_copy)
+            batch = to_torch(own, dtypes=dtypes)
+            return batch | to_torch(places) if with_rows else batch
 
         return self._batches_of(convert, options)
 
@@ -181,10 +196,11 @@ class StreamShard(ShardCore):
 
     def _batches_of(self, convert: Convert[T], options: BatchOptions) -> Batches[T]:
         options.check(self._steps(), self.replica, self._position, drop_last=self._config.drop_last)
+        self._plan_for(options)  # refuses rows that cannot be told
         return Batches(self, convert, options)
 
     def _run(self, convert: Convert[T], options: BatchOptions) -> Generator[T, None, None]:
-        if self._position.has_moved and (self._position.ended or self._position.cycle >= self._steps().end_cycle):
+        if self._position.has_moved and (self._position.ended or self._at_end()):
             self._finish_epoch()  # the loop was left with the epoch's last batch
         began_at, has_moved = self._position.cycle, self._position.has_moved
         yield from self._epoch(convert, options)
@@ -194,14 +210,22 @@ class StreamShard(ShardCore):
             yield from self._epoch(convert, options)
         self._finish_epoch()
 
+    def _at_end(self) -> bool:
+        steps = self._steps()
+        return steps.next_cycle(self._position.cycle) >= steps.end_cycle
+
     def _epoch(self, convert: Convert[T], options: BatchOptions) -> Generator[T, None, None]:
         steps, position = self._steps(), self._position
         options.check(steps, self.replica, position, drop_last=self._config.drop_last)  # time has passed
         position.micro_batch_size = options.micro_batch_size
         with self._lock:  # another thread may close the shard
-            reader = self._reader = self._reader or self._new_reader(steps, options.prefetch_batches)
+            handle = self._plan_for(options)
+            if self._reader is not None and self._reads_rows != options.with_rows:
+                self._drop_reader()  # its blocks have too many columns, or too few
+            reader = self._reader = self._reader or self._new_reader(handle, steps, options.prefetch_batches)
+            self._reads_rows = options.with_rows
         reader.interrupted.clear()
-        cut = (steps, self.replica, position, convert, options.micro_batch_size)
+        cut = (handle, steps, self.replica, position, convert, options.micro_batch_size)
         if isinstance(reader, SurvivorReader):
             made = sifted_deliveries(reader, *cut, functools.partial(self._link.agree, self._seat))
         else:
@@ -214,8 +238,16 @@ class StreamShard(ShardCore):
         finally:
             items.close()
 
-    def _new_reader(self, steps: StepPlan, prefetch_batches: int) -> Reader:
-        handle, position = self._open_plan(), self._position
+    def _plan_for(self, options: BatchOptions) -> PlanHandle:
+        handle = self._open_plan()
+        if not options.with_rows:
+            return handle
+        if self._config.packing is not None:
+            raise unknown_rows("a stream of packed documents, whose blocks are no rows of the table")
+        return saying_rows(handle)
+
+    def _new_reader(self, handle: PlanHandle, steps: StepPlan, prefetch_batches: int) -> Reader:
+        position = self._position
         room = Room.of(self._config, self._seat, steps, handle, prefetch_batches)
         if room.is_too_small and not self._warned_of_budget:
             self._warned_of_budget = True
@@ -224,8 +256,9 @@ class StreamShard(ShardCore):
 
     def _num_batches_left(self, micro_batch_size: int | None) -> int:
         steps, position = self._steps(), self._position
-        if position.has_moved and position.cycle >= steps.end_cycle:
-            position = Position(provenance=position.provenance)  # the next epoch comes, which has as many steps
+        if position.has_moved and self._at_end():  # the next epoch comes, which has as many steps
+            position = Position(provenance=position.provenance, epoch=position.epoch + 1)
+            steps = self._steps_of(self._open_plan(), position.epoch)
         return batches_left(steps, self.replica, position, micro_batch_size)
 
     def _commit(self, item: Delivery[Any], steps: StepPlan) -> None:
@@ -234,7 +267,7 @@ class StreamShard(ShardCore):
         if item.micro_index == 0:
             after = position.state_after(item.end_cycle, item.positions, item.places)
             self._link.announce(self._seat, steps_done(steps, item.end_cycle, ended=item.is_last), after)
-        self.loss_scale, self.is_step_end = item.loss_scale, item.is_step_end
+        self.loss_scale, self.is_step_end, self._origin = item.loss_scale, item.is_step_end, item.origin
         if item.is_step_end:
             position.cycle, position.micro_done = item.end_cycle, 0
             position.positions, position.places, position.ended = item.positions, item.places, item.is_last

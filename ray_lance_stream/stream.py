@@ -20,6 +20,7 @@ from ray_lance_stream.resuming import resume_states
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
 from ray_lance_stream.stats import RunProgress
+from ray_lance_stream.stepskips import Skips, read_skip_steps
 from ray_lance_stream.topology import StepPlan
 from ray_lance_stream.userplan import order_spec, read_plan
 
@@ -81,6 +82,10 @@ class LanceStream:
         on_missing_state: What to do with a checkpoint that holds no state of this stream: "error", or
             "restart" from the beginning.
         allow_changes: Fields in which this stream differs from the state on purpose, e.g. ``("filter",)``.
+        skip_steps: Steps that are not delivered, such as those at which a loss spiked: a list of (epoch, first step,
+            last step), both ends included, epochs from 0 and steps from 1, as ``shard.step`` says it at a step's end.
+            ``shard.step`` goes on counting them. A state keeps the list, and a stream without one takes the state's;
+            another list may differ in steps that lie ahead of the state. Not with rows that are skipped or packed.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -121,6 +126,7 @@ class LanceStream:
         resume_from: object = None,
         on_missing_state: Literal["error", "restart"] = "error",
         allow_changes: Sequence[str] = (),
+        skip_steps: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         seed = secrets.randbits(63) if shuffle_seed is None else shuffle_seed
         user_plan = read_plan(plan)
@@ -180,13 +186,16 @@ class LanceStream:
         if packing is not None:
             packing = with_estimate(packing, recipe, PlanSpec(table=opened.identity, order=spec, epoch=0))
             cycles = packing.blocks_per_split
+        skipped = read_skip_steps(skip_steps)
         if cycles is not None:
-            StepPlan(
+            steps = StepPlan(
                 num_splits=spec.num_splits,
                 rows_per_split=cycles,
                 global_batch_size=global_batch_size,
                 drop_last=drop_last,
             )
+            if packing is None:
+                Skips.of_steps(skipped or (), steps.cycles_per_step).check(steps, given=True)
         self._config = StreamConfig(
             stream_id=uuid.uuid4().hex[:12],
             identity=opened.identity,
@@ -202,6 +211,7 @@ class LanceStream:
             sifts=recipe.policy is not None and packing is None,
             packing=packing,
             blocks_given=blocks_per_epoch != "auto",
+            skip_steps=skipped,
         )
         dumps: Any = cloudpickle.dumps  # untyped
         self._recipe = pickled(recipe, dumps)

@@ -96,7 +96,16 @@ class StreamBase(ABC, Generic[C]):
             StateMismatchError: The state belongs to other data; the message names the field.
             StateError: It was taken within a cycle, and this is one of several ranks.
         """
-        provenance = self.config.continued(state.provenance)
+        provenance = replace(self.config.continued(state.provenance), skips=state.provenance.skips)
+        if state.provenance.skips.since(state.epoch, state.completed_cycles):
+            raise StateError(
+                explain(
+                    "the state leaves out steps that lie ahead of it, and a dataset knows no steps",
+                    found=f"cycles {state.provenance.skips.to_json()}",
+                    expected="a state behind them",
+                    remedy="go on with the LanceStream that wrote it",
+                )
+            )
         if epoch_given and state.epoch != epoch_given:
             raise StateMismatchError(
                 explain(

@@ -61,13 +61,15 @@ class Seat:
 class StepPlan:
     """The steps of one epoch: step k is cycles [k*q, (k+1)*q), q = global_batch_size / num_splits.
 
-    The last step is short when q does not divide the number of cycles, unless ``drop_last``.
+    The last step is short when q does not divide the number of cycles, unless ``drop_last``. ``left_out`` holds the
+    cycles of steps that are not delivered, ascending; they keep their numbers.
     """
 
     num_splits: int
     rows_per_split: int
     global_batch_size: int
     drop_last: bool = False
+    left_out: tuple[range, ...] = ()
 
     def __post_init__(self) -> None:
         require_int("global_batch_size", self.global_batch_size, minimum=1, remedy="pass a multiple of num_splits")
@@ -118,6 +120,15 @@ class StepPlan:
     def end_cycle(self) -> int:
         """The cycle at which the epoch ends: L, or the last whole step's end with ``drop_last``."""
         return min(self.rows_per_split, self.num_steps * self.cycles_per_step)
+
+    @property
+    def cycles_left_out(self) -> int:
+        """Cycles of the epoch that are not delivered."""
+        return sum(len(range(gap.start, min(gap.stop, self.end_cycle))) for gap in self.left_out)
+
+    def next_cycle(self, cycle: int) -> int:
+        """Returns the first cycle from ``cycle`` on that is delivered; at the epoch's end, ``end_cycle`` or more."""
+        return next((gap.stop for gap in self.left_out if cycle in gap), cycle)
 
     def step_of(self, cycle: int) -> int:
         """Returns the step a cycle belongs to."""

@@ -164,6 +164,7 @@ def test_json_from_a_checkpoint(tables: Tables, checkpoint: str) -> None:
             "num_steps": len(batches),
             "cycles": [found.cycles.start, found.cycles.stop],
             "num_rows": found.num_rows,
+            "skipped": False,
         }
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import lancedb
@@ -13,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import ray
+from checkpoints import run, saved
 from ray._private.internal_api import node_stats
-from runs import is_running, named_actors, reference, wait_until
+from runs import is_running, named_actors, opened, reference, wait_until
 
 from ray_lance_stream import (
     ConfigError,
@@ -89,6 +92,31 @@ def test_blocks_leave_the_object_store_when_they_were_consumed(uri: str) -> None
             wait_until(lambda: store_bytes() <= before, 30, "everything is gone")
         finally:
             gc.enable()
+
+
+def test_batches_say_which_rows_they_hold(uri: str, tmp_path: Path) -> None:
+    stream = make_stream(uri, filter="id % 5 != 2", transform=jitter, skip_steps=[(0, 3, 4)])
+    table = stream.recipe.table.open(stream.config.identity.version)
+    said: dict[int, list[pa.Table]] = {}
+    with opened(stream) as shard:
+        next(iter(shard.iter_batches()))
+        with pytest.raises(ConfigError, match=r"only the prefetchers hold.*with_rows=True"):
+            shard.explain()
+        for batch in shard.iter_torch_batches(with_rows=True, micro_batch_size=12):
+            rows = batch["_stream_row"].numpy()
+            assert table.take(rows, ["id"])["id"].to_pylist() == batch["id"].tolist()
+            assert shard.explain(batch) == shard.explain()
+            said.setdefault(batch["_stream_step"][0].item(), []).append(shard.explain())
+            if shard.is_step_end:
+                assert shard.step == max(said)
+        state = shard.state()
+    assert list(said) == [2, *range(5, 23)]
+    place = saved(tmp_path, state)
+    for step in (2, 5, 22):
+        which = ("--step", step, "--epoch", 0, "--checkpoint", place, "--global-batch-size", 36)
+        told = run("explain", uri, "t", *which, "--json")
+        places = pa.concat_tables(said[step]).select(["index", "split", "position", "row"])
+        assert json.loads(told.stdout)["rows"] == places.to_pylist()
 
 
 @pytest.mark.slow

@@ -30,12 +30,14 @@ ORDER = (
     "packspec",
     "packstate",
     "packing",
+    "stepskips",
     "provenance",
     "state",
     "rowcursor",
     "packedcursor",
     # Lance rows to Arrow blocks.
     "request",
+    "origins",
     "sifting",
     "rownumbers",
     "readable",
@@ -71,6 +73,7 @@ ORDER = (
     "position",
     "groupagreement",
     "readers",
+    "handedout",
     "agreement",
     "link",
     "core",
@@ -140,6 +143,7 @@ PURE = (
     "packspec",
     "packstate",
     "packing",
+    "stepskips",
     "provenance",
     "state",
     "rowcursor",
@@ -148,6 +152,7 @@ PURE = (
 )
 ROWS_TO_BLOCKS = (
     "request",
+    "origins",
     "sifting",
     "rownumbers",
     "readable",

@@ -7,6 +7,7 @@ from typing import Any
 from ray_lance_stream.cli import text
 from ray_lance_stream.explaining import OfflinePlan
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import StepPlan
 
 Facts = dict[str, Any]
 
@@ -49,8 +50,6 @@ def step_of(state: StreamState, global_batch_size: int, *, drop_last: bool = Fal
     Raises:
         ConfigError: The global batch is no multiple of the splits.
     """
-    from ray_lance_stream.topology import StepPlan
-
     done, packing = state.completed_cycles, state.provenance.packing
     steps = StepPlan(
         num_splits=state.provenance.order.num_splits,
@@ -59,7 +58,7 @@ def step_of(state: StreamState, global_batch_size: int, *, drop_last: bool = Fal
         global_batch_size=global_batch_size,
         drop_last=drop_last and packing is not None,
     )
-    found: Facts = {"global_batch_size": global_batch_size, "step": steps.steps_done(done)}
+    found: Facts = {"global_batch_size": global_batch_size, "step": steps.steps_done(done)} | _skips(state, steps)
     if packing is not None:
         found["num_steps"] = steps.num_steps
     inside = 0 if done >= steps.end_cycle else done - steps.cycles(steps.step_of(done)).start
@@ -74,6 +73,7 @@ def left_of(state: StreamState, plan: OfflinePlan, global_batch_size: int | None
     """
     layout, done = plan.layout, state.completed_cycles
     end = layout.rows_per_split
+    ahead = state.provenance.skips.since(state.epoch, done).in_epoch(state.epoch)
     found: Facts = {"table_rows": plan.table.num_rows, "rows": plan.num_rows, "dropped_rows": layout.dropped_rows}
     if global_batch_size is not None:
         steps = plan.steps(global_batch_size, drop_last=drop_last)
@@ -83,11 +83,28 @@ def left_of(state: StreamState, plan: OfflinePlan, global_batch_size: int | None
             "global_batch_size": global_batch_size,
             "step": steps.steps_done(done),
             "num_steps": steps.num_steps,
-            "steps_left": steps.num_steps - steps.steps_done(done),
+            "steps_left": steps.num_steps - steps.steps_done(done) - _steps_in(ahead, steps),
             "cycles_into_next_step": 0 if done >= end else done - steps.cycles(steps.step_of(done)).start,
         }
+        found |= _skips(state, steps)
     consumed = progress_of(state)["rows_consumed"]
-    return found | {"cycles_left": max(0, end - done), "rows_left": max(0, end * layout.num_splits - consumed)}
+    skipped = sum(len(range(gap.start, min(gap.stop, end))) for gap in ahead)
+    return found | {
+        "cycles_left": max(0, end - done - skipped),
+        "rows_left": max(0, (end - skipped) * layout.num_splits - consumed),
+    }
+
+
+def _skips(state: StreamState, steps: StepPlan) -> Facts:
+    """Returns the steps that are left out, (epoch, first, last) each, if any are."""
+    q = steps.cycles_per_step
+    named = [[epoch, start // q + 1, -(-stop // q)] for epoch, start, stop in state.provenance.skips.ranges]
+    return {"skip_steps": named} if named else {}
+
+
+def _steps_in(gaps: tuple[range, ...], steps: StepPlan) -> int:
+    q, end = steps.cycles_per_step, steps.end_cycle
+    return sum(-(-min(gap.stop, end) // q) - gap.start // q for gap in gaps if gap.start < end)
 
 
 def order_text(provenance: Facts) -> str:

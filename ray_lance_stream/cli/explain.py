@@ -151,6 +151,7 @@ def _as_dict(found: StepRows, plan: OfflinePlan) -> dict[str, Any]:
         "num_steps": found.num_steps,
         "cycles": [found.cycles.start, found.cycles.stop],
         "num_rows": found.num_rows,
+        "skipped": found.skipped,
         "rows": rows,
     }
 
@@ -159,9 +160,10 @@ def _head(found: StepRows, plan: OfflinePlan, table: str, rank: int | None) -> s
     whose = "" if rank is None else f" for rank {rank}"
     first, last = found.cycles.start, found.cycles.stop - 1
     cycles = f"cycle {first:,}" if first == last else f"cycles {first:,} to {last:,}"
+    skipped = "; left out by skip_steps, not delivered" if found.skipped else ""
     return (
         f"{text.printable(table)}, version {plan.table.version}, epoch {found.epoch}\n"
-        f"step {found.step:,} of {found.num_steps:,}: {text.plural(found.num_rows, 'row')}{whose} ({cycles})\n"
+        f"step {found.step:,} of {found.num_steps:,}: {text.plural(found.num_rows, 'row')}{whose} ({cycles}){skipped}\n"
     )
 
 

@@ -16,7 +16,7 @@ _SHOWN_SPLITS: Final = 8  # of those that differ; the rest is counted
 # Fields of the provenance that have a line of their own below.
 _TOLD: Final = {
     "num_splits", "shuffle", "shuffle_seed", "shuffle_clump_size", "order", "plan_format", "filter",
-    "table_version", "table_fingerprint", "pack_sequences",
+    "table_version", "table_fingerprint", "pack_sequences", "skipped_cycles",
 }  # fmt: skip
 
 
@@ -120,6 +120,8 @@ def _facts(entry: dict[str, Any]) -> list[tuple[str, str]]:
     pairs.append(("splits", text.number(provenance["num_splits"])))
     if provenance["pack_sequences"] is not None:
         pairs.append(("packing", _packing_text(provenance["pack_sequences"])))
+    if provenance.get("skipped_cycles"):
+        pairs.append(("skip_steps", _skips_text(provenance["skipped_cycles"], steps)))
     for field, value in provenance.items():
         if field not in _TOLD and value is not None:
             pairs.append((field, text.cell(value)))
@@ -149,6 +151,16 @@ def _consumed_text(progress: dict[str, Any], provenance: dict[str, Any]) -> str:
         f"{rows}: {counts['min']:,} to {counts['max']:,} of each of {text.plural(splits, 'split')} "
         f"({_splits_text(counts['different'])}{others}); {text.plural(progress['cycles_completed'], 'cycle')} complete"
     )
+
+
+def _skips_text(cycles: list[list[int]], steps: dict[str, Any] | None) -> str:
+    if steps is not None:
+        return "; ".join(f"epoch {e}, {_span('step', first, last)}" for e, first, last in steps["skip_steps"])
+    return "; ".join(f"epoch {e}, {_span('cycle', start, stop - 1)}" for e, start, stop in cycles)
+
+
+def _span(unit: str, first: int, last: int) -> str:
+    return f"{unit} {first:,}" if first == last else f"{unit}s {first:,} to {last:,}"
 
 
 def _splits_text(counts: dict[str, int]) -> str:

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Final
 
 import ray
@@ -74,7 +75,8 @@ class RaySource:
         """See ``BlockSource``."""
         self._refresh_now_and_then(time.monotonic())
         with self._lock:
-            handle = self._plans.get(handle.spec.plan_id, handle)
+            current = self._plans.get(handle.spec.plan_id, handle)
+            handle = current if current.with_rows == handle.with_rows else replace(current, with_rows=handle.with_rows)
             request = self._new_request(handle, ranges, Answer(self._requests.meter))
             parts = self._parts.get(request.key)
         if parts is not None:
