@@ -71,6 +71,8 @@ ORDER = (
     "position",
     "groupagreement",
     "readers",
+    "demand",
+    "simulation",
     "agreement",
     "link",
     "core",
@@ -121,6 +123,7 @@ ORDER = (
     "cli.loading",
     "cli.describe",
     "cli.flight",
+    "cli.demand",
     "cli.planning",
     "cli.inspect",
     "cli.diff",
@@ -144,6 +147,7 @@ PURE = (
     "state",
     "rowcursor",
     "packedcursor",
+    "demand",
     "cluster.sizing",
 )
 ROWS_TO_BLOCKS = (

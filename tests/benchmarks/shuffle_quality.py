@@ -144,10 +144,10 @@ class Quality:
         return [*windows, *self.correlations.values(), self.near_sigmas]
 
 
-def measure(plan: Plan, *, cycles_per_step: int) -> Quality:
-    """Measures one order."""
+def measure(plan: Plan, rows: int, *, cycles_per_step: int) -> Quality:
+    """Measures one order of a table of so many rows."""
     order, layout = plan.spec.order, plan.layout
-    clump, count = order.shuffle_clump_size, -(-layout.num_rows // order.shuffle_clump_size)
+    clump, count = order.shuffle_clump_size, -(-rows // order.shuffle_clump_size)
     windows = tuple(_windows(plan, count, batches, cycles_per_step) for batches in (1, 10))
     # One row in each clump: positions a clump's length apart are never in the same one.
     turns = layout.rows_per_split // clump
@@ -236,23 +236,20 @@ def qualities(num_splits: int, cycles_per_step: int, seeds: tuple[int, ...] = SE
     for clump, counts in FEISTEL.items():
         for count in counts:
             for seed in seeds:
-                plan = feistel_plan(_rows(count, clump), num_splits=num_splits, clump=clump, seed=seed)
-                yield measure(plan, cycles_per_step=cycles_per_step)
+                rows = rows_of(count, clump)
+                plan = feistel_plan(rows, num_splits=num_splits, clump=clump, seed=seed)
+                yield measure(plan, rows, cycles_per_step=cycles_per_step)
     with tempfile.TemporaryDirectory() as directory:
         for clump, counts in LANCEDB.items():
             for count in counts:
                 for seed in seeds:
-                    plan = lancedb_plan(
-                        directory,
-                        _rows(count, clump),
-                        num_splits=num_splits,
-                        clump=clump,
-                        seed=min(seed, 2**63),  # epochs add to it
-                    )
-                    yield measure(plan, cycles_per_step=cycles_per_step)
+                    rows, first = rows_of(count, clump), min(seed, 2**63)  # epochs add to a seed
+                    plan = lancedb_plan(directory, rows, num_splits=num_splits, clump=clump, seed=first)
+                    yield measure(plan, rows, cycles_per_step=cycles_per_step)
 
 
-def _rows(clumps: int, clump: int) -> int:
+def rows_of(clumps: int, clump: int) -> int:
+    """Returns the rows of a table of so many clumps, the last of which is short unless it is one row."""
     return clumps * clump - clump // 3
 
 
