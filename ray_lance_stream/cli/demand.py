@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 from ray_lance_stream.cli import text
@@ -62,18 +63,18 @@ def facts(block_bytes: int, need: Need, bytes_per_row: float) -> dict[str, Any]:
     return dataclasses.asdict(need) | {"bytes_per_s": need.rows_per_s * bytes_per_row, "prefetch": settings}
 
 
-def lines(found: dict[str, Any], step_time_s: float) -> list[tuple[str, str]]:
+def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns what people read of :func:`facts`."""
-    settings = found["prefetch"]
-    rate = f"{text.number(found['rows_per_s'])} rows, {text.size(found['bytes_per_s'])} a second"
-    block = f"{text.plural(found['block_rows'], 'row')}, {found['block_s']:.3g} s each (block_bytes="
-    speed, buffers = found["prefetcher_rows_per_s"], text.size(settings["max_buffer_bytes"])
-    made = "as fast as it is asked" if speed is None or speed == float("inf") else f"{text.number(speed)} rows a second"
-    store = text.size(found["store_bytes"])
+    settings = ", ".join(f"{name}={value}" for name, value in found["prefetch"].items())
+    speed = found["prefetcher_rows_per_s"]
+    made = f"makes {text.number(speed)} rows a second" if math.isfinite(speed) else "takes no time for a block"
     return [
-        ("trainer", f"takes {rate}, in steps of {step_time_s:.3g} s"),
-        ("blocks", f"{block}{settings['block_bytes']})"),
-        ("a prefetcher", f"makes {made}"),
-        ("prefetchers", f"{text.number(settings['num_actors'])}, a fifth of their time to spare"),
-        ("object store", f"up to {store} on all nodes; max_buffer_bytes={settings['max_buffer_bytes']} ({buffers})"),
+        ("trainer", f"takes {text.number(found['rows_per_s'])} rows, {text.size(found['bytes_per_s'])} a second"),
+        (
+            "a prefetcher",
+            f"{made}, in blocks of {text.plural(found['block_rows'], 'row')}, {found['block_s']:.3g} s each",
+        ),
+        ("needed", f"{text.plural(found['prefetchers'], 'prefetcher')}, each with a fifth of its time to spare"),
+        ("object store", f"up to {text.size(found['store_bytes'])} on all nodes together"),
+        ("settings", f"PrefetchConfig({settings})"),
     ]

@@ -65,7 +65,8 @@ def plan(
     holds, and inspect shows a checkpoint of it.
 
     With --step-time-s it tells how many prefetchers keep up with the trainer, and with which blocks and buffers: each
-    reads one block while it transforms another one. What reading and transforming take, shard.stats() tells of a run.
+    reads one block while it transforms another one. Measure the transform on some hundred rows, and a read where the
+    prefetchers will run. Sending blocks to the trainers is taken to cost nothing.
 
     \b
     Example:
@@ -101,8 +102,8 @@ def plan(
     click.echo(f"{text.printable(table)}, version {pinned['version']}: {text.plural(pinned['rows'], 'row')}\n")
     click.echo(text.facts(_facts(found)))
     if speeds is not None:
-        click.echo("\nPrefetchers that keep up with the trainer:\n")
-        click.echo(text.facts(demand.lines(found["demand"], speeds.step_time_s)))
+        click.echo(f"\nFor steps of {speeds.step_time_s:g} s without waiting:\n")
+        click.echo(text.facts(demand.lines(found["demand"])))
     click.echo(f"\nGlobal batches near {global_batch_size:,}, and the nearest without a short last step:\n")
     click.echo(_near_table(found["near"], global_batch_size, found["rows"]))
     click.echo("\nOther world sizes (the order of rows and the steps stay the same):\n")
