@@ -26,7 +26,8 @@ BLOCKS_AT_ONCE: Final = 2  # of a prefetcher
 _MOST_USED: Final = 0.8
 _LATENCY_SHARE: Final = 0.8  # of the speed of endlessly large blocks, that blocks should reach
 _LEAST_BLOCK_BYTES: Final = 512 * 1024  # smaller ones cost more in requests than they save
-_MOST_BLOCK_BYTES: Final = 128 * 1024 * 1024
+_USUAL_BLOCK_BYTES: Final = 16 * 1024 * 1024  # the default of PrefetchConfig
+_MOST_BLOCK_BYTES: Final = 128 * 1024 * 1024  # some of them, times the workers, must find room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,8 @@ class Speeds:
             self.transform_s_per_row,
             (bytes_per_row / self.read_bytes_per_s + self.transform_s_per_row) / BLOCKS_AT_ONCE,
         )
+        if not endless_s:  # then larger is always better, and nothing says how large
+            return _USUAL_BLOCK_BYTES
         size = _LEAST_BLOCK_BYTES
         while (
             size < _MOST_BLOCK_BYTES

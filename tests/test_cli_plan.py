@@ -202,6 +202,10 @@ def test_what_a_trainer_needs(tables: Tables) -> None:
     assert need["prefetchers"] == need["prefetch"]["num_actors"] == 3  # 1,280 / 667 / 0.8 = 2.4
     assert need["max_buffer_bytes"] <= need["prefetch"]["max_buffer_bytes"] < need["max_buffer_bytes"] + 2**20
     PrefetchConfig(**need["prefetch"])
+    unknown = planned(*arguments, "--step-time-s", 1, "--read-latency-ms", 40)["demand"]
+    assert unknown["prefetch"]["block_bytes"] == PrefetchConfig().block_bytes
+    none = planned(*arguments, "--step-time-s", 1)["demand"]  # an infinite speed is null in JSON
+    assert (none["prefetcher_rows_per_s"], none["prefetchers"]) == (None, 1)
     given = planned(*arguments, "--columns", "id,x", *speeds, "--block-bytes", 4096)["demand"]
     assert given["prefetch"]["block_bytes"] == 4096 and given["block_rows"] * 32 <= 4096
 
