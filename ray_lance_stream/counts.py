@@ -57,6 +57,11 @@ class SplitCounts:
             np.maximum(dense, counts.dense(), out=dense)
         return cls.of(dense)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as bytes: a state manager reads those of a thousand replicas at every step's end."""
+        apart = None if self.apart is None else b"".join(array.tobytes() for array in self.apart)
+        return _counts, (self.num_splits, self.base, apart)
+
     def __eq__(self, other: object) -> bool:
         """Whether every split has the same count."""
         if not isinstance(other, SplitCounts):
@@ -140,6 +145,14 @@ class SplitCounts:
         for key, count in exceptions.items():
             dense[_split(name, key, num_splits)] = read_count(name, count)
         return cls.of(dense)
+
+
+def _counts(num_splits: int, base: int, apart: bytes | None) -> SplitCounts:
+    """Unpickles."""
+    if apart is None:
+        return SplitCounts(num_splits=num_splits, base=base)
+    splits, values = np.frombuffer(apart, dtype=np.int64).reshape(2, -1)
+    return SplitCounts(num_splits=num_splits, base=base, apart=(splits, values))
 
 
 def _read_counts(name: str, values: list[Any], num_splits: int) -> IntArray:
