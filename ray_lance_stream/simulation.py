@@ -228,11 +228,11 @@ class _Prefetcher:
             self._active += 1
             began = self._clock.now
             read_s = self._speeds.read_s(rows * self._bytes_per_row)
-            self._clock.after(read_s, lambda rows=rows, done=done, began=began: self._transform(rows, done, began))
+            self._clock.after(read_s, functools.partial(self._transform, rows, done, began))
 
     def _transform(self, rows: int, done: Callable[[], None], began: float) -> None:
         self._transforms_until = max(self._clock.now, self._transforms_until) + self._speeds.transform_s(rows)
-        self._clock.after(self._transforms_until - self._clock.now, lambda: self._end(done, began))
+        self._clock.after(self._transforms_until - self._clock.now, functools.partial(self._end, done, began))
 
     def _end(self, done: Callable[[], None], began: float) -> None:
         self._active -= 1

@@ -202,8 +202,8 @@ def merge_states(states: Sequence[StreamState]) -> StreamState:
         raise StateError("there is no state to merge. Expected: one state per replica. Remedy: pass them all.")
     first = states[0]
     for other in states[1:]:
-        same = other.provenance == first.provenance
-        for name, (a, b) in () if same else differences(first.provenance, other.provenance).items():
+        apart = {} if other.provenance == first.provenance else differences(first.provenance, other.provenance)
+        for name, (a, b) in apart.items():
             raise StateMismatchError(mismatch_text(name, a, b, "merge states of one run only"), name, a, b)
         if other.epoch != first.epoch:
             text = mismatch_text(_EPOCH, first.epoch, other.epoch, "merge states of one step only")

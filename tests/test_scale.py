@@ -35,11 +35,12 @@ def peak_bytes(function: Callable[[], object]) -> int:
     """The most memory that Python and numpy hold at one time for a call, its result included."""
     tracemalloc.start()
     try:
-        result = function()
-        return tracemalloc.get_traced_memory()[1]
+        kept = function()
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        del result
+    del kept
+    return peak
 
 
 def skipping(ahead: dict[int, int], cycle: int = 10**9) -> StreamState:

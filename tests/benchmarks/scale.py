@@ -69,10 +69,11 @@ def peak_bytes(function: Callable[[], object]) -> int:
     tracemalloc.start()
     try:
         kept = function()
-        return tracemalloc.get_traced_memory()[1]
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        del kept
+    del kept
+    return peak
 
 
 def state_with(ahead: dict[int, int]) -> StreamState:
