@@ -121,6 +121,7 @@ def _speeds(
 ) -> Speeds | None:
     from ray_lance_stream.config import MIB
     from ray_lance_stream.demand import Speeds
+    from ray_lance_stream.errors import ConfigError, explain
 
     given: dict[str, float] = {}
     if transform_time_ms_per_row is not None:
@@ -132,7 +133,14 @@ def _speeds(
     if step_time_s is not None:
         return Speeds(step_time_s=step_time_s, **given)
     if given:
-        raise click.UsageError("what reading and transforming take is of use with --step-time-s only")
+        raise ConfigError(
+            explain(
+                "--step-time-s is missing",
+                found="what reading and transforming take",
+                expected="the seconds of a step as well, without which the trainer's demand is not known",
+                remedy="pass --step-time-s",
+            )
+        )
     return None
 
 
