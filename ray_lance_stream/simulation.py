@@ -9,7 +9,6 @@ its batch. Sending blocks from node to node takes no time here, nothing fails, a
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 import random
 from collections import deque
@@ -22,11 +21,12 @@ import numpy as np
 
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.demand import BLOCKS_AT_ONCE, Speeds
-from ray_lance_stream.plan import PlanSpec, SplitLayout
+from ray_lance_stream.plan import SplitLayout
 from ray_lance_stream.position import Position
 from ray_lance_stream.reader import BlockReader
 from ray_lance_stream.readers import Room, new_reader
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.simulatedpool import Clock, Prefetcher, Source, Store
 from ray_lance_stream.topology import Replica, Seat, StepPlan
 
 
@@ -92,22 +92,24 @@ def simulate(
     steps = StepPlan.of(layout, global_batch_size=config.global_batch_size, drop_last=config.drop_last)
     if not 1 <= warmup_steps < num_steps <= steps.num_steps:
         raise ValueError(f"{num_steps} steps with {warmup_steps} to warm up, of an epoch of {steps.num_steps}")
-    clock = _Clock()
-    store = _Store()
-    pool = [_Prefetcher(clock, speeds, handle.bytes_per_row) for _ in range(prefetchers)]
+    clock = Clock()
+    store = Store()
+    pool = [Prefetcher(clock, speeds, handle.bytes_per_row) for _ in range(prefetchers)]
     draw = random.Random(seed)
     trainer = _Trainer(clock, speeds.step_time_s, num_steps, warmup_steps)
     for rank in range(world_size):
         seat = Seat(
             replica=Replica(dp_rank=rank, dp_size=world_size), world_rank=rank, world_size=world_size, name="train"
         )
-        source = _Source(pool, store, draw, None if asked is None else functools.partial(asked, rank))
+        source = Source(pool, store, draw, None if asked is None else functools.partial(asked, rank))
         room = Room.of(config, seat, steps, handle, prefetch_batches)
         reader = new_reader(source, handle, config, Position.start(config), seat, steps, room)
         assert isinstance(reader, BlockReader)
         trainer.workers.append(_Worker(trainer, reader, source, steps, seat.replica, prefetch_batches))
     trainer.begin()
-    clock.run(trainer)
+    while not trainer.ended:
+        clock.next()
+        trainer.go_on()
     waits = np.array(trainer.waits)
     span_s, counted = clock.now - trainer.warm_at, num_steps - warmup_steps
     return Outcome(
@@ -124,185 +126,6 @@ def simulate(
     )
 
 
-class _Clock:
-    """Simulated time, and what is to happen when."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._due, (self.now + seconds, self._count, what))
-
-    def run(self, trainer: _Trainer) -> None:
-        while not trainer.ended:
-            self.now, _, what = heapq.heappop(self._due)  # an empty heap would be a worker that waits for nothing
-            what()
-            trainer.go_on()
-
-
-class _Promise(Future[Any]):
-    """A future without locks: there is one thread."""
-
-    def __init__(self) -> None:
-        self._block: _Block | None = None
-        self._callbacks: list[Callable[[Future[Any]], object]] = []
-
-    def cancel(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        return self._block is not None
-
-    def exception(self, timeout: float | None = None) -> None:
-        del timeout
-        assert self._block is not None, "readers are called when their blocks are there"
-
-    def result(self, timeout: float | None = None) -> Any:
-        del timeout
-        return self._block
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        self._callbacks.append(fn)
-
-    def set_result(self, result: Any) -> None:
-        self._block = result
-        for callback in self._callbacks:
-            callback(self)
-
-
-class _Block:
-    """What stands for a block: its size."""
-
-    __slots__ = ("nbytes", "num_rows")
-
-    def __init__(self, rows: int, num_bytes: int) -> None:
-        self.num_rows, self.nbytes = rows, num_bytes
-
-    def slice(self, offset: int, length: int) -> _Block:
-        del offset
-        return _Block(length, 0)
-
-
-class _Store:
-    """Counts blocks from being built to being released."""
-
-    def __init__(self) -> None:
-        self.requests = self.built = self.most_blocks = self.most_bytes = 0
-        self._blocks = self._bytes = 0
-
-    def put(self, num_bytes: int) -> None:
-        self.built += 1
-        self._blocks += 1
-        self._bytes += num_bytes
-        self.most_blocks = max(self.most_blocks, self._blocks)
-        self.most_bytes = max(self.most_bytes, self._bytes)
-
-    def free(self, num_bytes: int) -> None:
-        self._blocks -= 1
-        self._bytes -= num_bytes
-
-
-class _Prefetcher:
-    """Takes blocks in the order in which they are asked for."""
-
-    def __init__(self, clock: _Clock, speeds: Speeds, bytes_per_row: float) -> None:
-        self._clock, self._speeds, self._bytes_per_row = clock, speeds, bytes_per_row
-        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
-        self._active = 0
-        self._transforms_until = 0.0
-        self.busy_s = 0.0
-
-    def build(self, rows: int, done: Callable[[], None]) -> None:
-        self._queue.append((rows, done))
-        self._begin()
-
-    def _begin(self) -> None:
-        while self._queue and self._active < BLOCKS_AT_ONCE:
-            rows, done = self._queue.popleft()
-            self._active += 1
-            began = self._clock.now
-            read_s = self._speeds.read_s(rows * self._bytes_per_row)
-            self._clock.after(read_s, functools.partial(self._transform, rows, done, began))
-
-    def _transform(self, rows: int, done: Callable[[], None], began: float) -> None:
-        self._transforms_until = max(self._clock.now, self._transforms_until) + self._speeds.transform_s(rows)
-        self._clock.after(self._transforms_until - self._clock.now, functools.partial(self._end, done, began))
-
-    def _end(self, done: Callable[[], None], began: float) -> None:
-        self._active -= 1
-        self.busy_s += self._clock.now - began
-        self._begin()
-        done()
-
-
-class _Source:
-    """A worker's view of the pool; see ``source.BlockSource``."""
-
-    def __init__(
-        self,
-        pool: list[_Prefetcher],
-        store: _Store,
-        draw: random.Random,
-        asked: Callable[[Ranges], object] | None,
-    ) -> None:
-        self._pool, self._store, self._draw, self._tell = pool, store, draw, asked
-        self._open: dict[int, int] = {}  # blocks awaited of a prefetcher, by its index
-        self._held: deque[tuple[int, int]] = deque()  # (end, bytes) of blocks not yet released
-
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
-        chosen = self._best()
-        self._open[chosen] = self._open.get(chosen, 0) + 1
-        rows = ranges.num_rows
-        num_bytes = int(rows * handle.bytes_per_row)
-        self._held.append((ranges.stop, num_bytes))
-        self._store.requests += 1
-        if self._tell is not None:
-            self._tell(ranges)
-        future = _Promise()
-
-        def done() -> None:
-            self._open[chosen] -= 1
-            if not self._open[chosen]:
-                del self._open[chosen]
-            self._store.put(num_bytes)
-            future.set_result(_Block(rows, num_bytes))
-
-        self._pool[chosen].build(rows, done)
-        return future
-
-    def _best(self) -> int:
-        if len(self._open) < len(self._pool):
-            while (chosen := self._draw.randrange(len(self._pool))) in self._open:
-                pass
-            return chosen
-        fewest = min(self._open.values())
-        return self._draw.choice([index for index, count in self._open.items() if count == fewest])
-
-    def released(self, cycle: int) -> None:
-        """Notes that the blocks up to a cycle are gone."""
-        while self._held and self._held[0][0] <= cycle:
-            self._store.free(self._held.popleft()[1])
-
-    def plan(self, spec: PlanSpec) -> PlanHandle:
-        raise NotImplementedError(f"the handle of {spec} is known")
-
-    def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
-        del error, attempt, elapsed_s
-        return None
-
-    def advice(self, error: BaseException) -> str:
-        return f"none: no simulated block fails, but {error!r}"
-
-    def close(self) -> None:
-        """Nothing to give up."""
-
-
 class _Worker:
     """Makes batches ahead, as the thread of ``delivery`` does, and is handed them."""
 
@@ -310,7 +133,7 @@ class _Worker:
         self,
         trainer: _Trainer,
         reader: BlockReader,
-        source: _Source,
+        source: Source,
         steps: StepPlan,
         replica: Replica,
         prefetch_batches: int,
@@ -366,7 +189,7 @@ class _Worker:
 class _Trainer:
     """Begins a step when every worker has its batch."""
 
-    def __init__(self, clock: _Clock, step_time_s: float, num_steps: int, warmup_steps: int) -> None:
+    def __init__(self, clock: Clock, step_time_s: float, num_steps: int, warmup_steps: int) -> None:
         self._clock, self._step_time_s = clock, step_time_s
         self._num_steps, self._warmup_steps = num_steps, warmup_steps
         self.workers: list[_Worker] = []

@@ -72,6 +72,7 @@ ORDER = (
     "groupagreement",
     "readers",
     "demand",
+    "simulatedpool",
     "simulation",
     "agreement",
     "link",
