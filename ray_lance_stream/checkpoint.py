@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _RANK_FILE: Final = "lance_stream.rank-{rank:05d}.json"
 _RANK_PREFIX: Final = "lance_stream.rank-"
 _KIND: Final = "ray_lance_stream.checkpoint"
 _VERSION: Final = 1
+_LIST_OF_NUMBERS: Final = re.compile(r"\[\n[\s\d,-]*\]")
 _MAX_BYTES: Final = 256 * 1024 * 1024  # larger than any state; a foreign file is not read into memory
 _EARLIER: Final = "resume from an earlier checkpoint of the run (the directories beside it)"
 
@@ -97,7 +99,9 @@ def write_saved(filesystem: pafs.FileSystem, directory: str, saved: Saved, rank:
     if saved.parts:
         content["parts"] = {name: [replica.dp_rank, replica.dp_size] for name, replica in saved.parts.items()}
     name = FILE_NAME if rank is None else _RANK_FILE.format(rank=rank)
-    data = json.dumps(content, indent=1, sort_keys=True).encode()
+    text = json.dumps(content, indent=1, sort_keys=True)
+    # Lists of counts in one line each: 8,192 lines would be read by nobody. No text in JSON holds a line break.
+    data = _LIST_OF_NUMBERS.sub(lambda found: "".join(found[0].split()), text).encode()
     part = f"{directory}/{name}.{uuid.uuid4().hex[:8]}.part"  # ranks may write into one shared directory
     with filesystem.open_output_stream(part) as out:
         out.write(data)

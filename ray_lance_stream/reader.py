@@ -91,17 +91,21 @@ class BlockReader:
         splits. Waits until the rows are there. ``rows`` must not begin before what was released.
         """
         width = len(self._owned)
-        self._until = -(-rows.stop // width)
-        self._ask_ahead(until=self._until)
         parts = []
-        for block in list(self._blocks):
+        for block in self.ask(rows):
             begin = block.ranges.start * width
             first, last = max(begin, rows.start), min(block.ranges.stop * width, rows.stop)
-            if first < last:
-                parts.append(self._wait(block).slice(first - begin, last - first))
+            parts.append(self._wait(block).slice(first - begin, last - first))
         if sum(part.num_rows for part in parts) != len(rows):
             raise BlockError(f"rows {rows.start} to {rows.stop} are not in the blocks that were read")
         return parts
+
+    def ask(self, rows: range) -> list[Flight]:
+        """Asks for rows as :meth:`read` does, without waiting for them; returns the blocks that hold them."""
+        width = len(self._owned)
+        self._until = -(-rows.stop // width)
+        self._ask_ahead(until=self._until)
+        return [b for b in self._blocks if b.ranges.start * width < rows.stop and rows.start < b.ranges.stop * width]
 
     def release(self, cycle: int) -> None:
         """Drops the blocks that end at or before ``cycle`` and asks for new ones."""

@@ -106,12 +106,10 @@ class StreamState:
             begun = {split for split, at in enumerate(self.packed) if at.buffer.tokens or (at.blocks and not compact)}
             place[_BUFFERS] = {str(split): buffer for split, buffer in place[_BUFFERS].items() if split in begun}
         del place[_SAMPLES]  # stands there already
-        emitted = SplitCounts.of(place[_EMITTED])
-        return (
-            packing_to_dict(self.provenance.packing)
-            | place
-            | {_EMITTED: emitted.to_json() if compact else emitted.to_list()}
-        )
+        if compact:
+            counts = {key: place[key] for key in (_EMITTED, PACK_OFFSETS) if key in place}
+            place |= {key: SplitCounts.of(count).to_json() for key, count in counts.items()}
+        return packing_to_dict(self.provenance.packing) | place
 
     @classmethod
     def from_dict(cls, state: object, *, of: Provenance | None = None) -> StreamState:
@@ -186,7 +184,7 @@ class StreamState:
             return cls.of_packed(provenance, read_count(_EPOCH, state.get(_EPOCH)), cursors)
         samples = SplitCounts.from_json(_SAMPLES, state.get(_SAMPLES), num_splits)
         positions = SplitCounts.from_json(_POSITIONS, state.get(_POSITIONS), num_splits)
-        if any(p < s for p, s in zip(positions.to_list(), samples.to_list(), strict=True)):
+        if positions.is_behind(samples):
             raise malformed(_POSITIONS, "a position before the samples already consumed")
         return cls(
             provenance=provenance, epoch=read_count(_EPOCH, state.get(_EPOCH)), samples=samples, positions=positions
@@ -204,7 +202,8 @@ def merge_states(states: Sequence[StreamState]) -> StreamState:
         raise StateError("there is no state to merge. Expected: one state per replica. Remedy: pass them all.")
     first = states[0]
     for other in states[1:]:
-        for name, (a, b) in differences(first.provenance, other.provenance).items():
+        apart = {} if other.provenance == first.provenance else differences(first.provenance, other.provenance)
+        for name, (a, b) in apart.items():
             raise StateMismatchError(mismatch_text(name, a, b, "merge states of one run only"), name, a, b)
         if other.epoch != first.epoch:
             text = mismatch_text(_EPOCH, first.epoch, other.epoch, "merge states of one step only")
@@ -222,9 +221,8 @@ def merge_states(states: Sequence[StreamState]) -> StreamState:
                 remedy="take every replica's state after the same step",
             )
         )
-    samples, positions = first.samples, first.positions
-    for other in states[1:]:
-        samples, positions = samples.maximum(other.samples), positions.maximum(other.positions)
+    samples = SplitCounts.greatest([state.samples for state in states])
+    positions = SplitCounts.greatest([state.positions for state in states])
     return dataclasses.replace(first, samples=samples, positions=positions)
 
 

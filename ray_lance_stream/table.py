@@ -28,7 +28,7 @@ from ray_lance_stream.readable import (
     known_columns,
     version_gone,
 )
-from ray_lance_stream.rownumbers import RowNumbers, fingerprint
+from ray_lance_stream.rownumbers import RowNumbers, fingerprint, gathered
 
 _FRAGMENT_READERS: Final = 16
 
@@ -107,15 +107,15 @@ class PinnedTable:
         self.check_filter(filter)
         with self._reading():
             numbers = self._row_numbers()
-            found = [np.empty(0, np.int64)]
             try:
                 scanner = self._dataset.scanner(columns=[], filter=filter, with_row_address=True, scan_in_order=True)
-                for batch in scanner.to_batches():
-                    found.append(numbers.from_addresses(batch.column("_rowaddr").to_numpy()))
+                batches = scanner.to_batches()
+                rows = gathered(numbers.from_addresses(batch.column("_rowaddr").to_numpy()) for batch in batches)
             except ValueError as error:
                 raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
-        rows = np.concatenate(found)
-        return rows if ascending(rows) else np.sort(rows)  # an index may answer in an order of its own
+        if not ascending(rows):
+            rows.sort()  # an index may answer in an order of its own
+        return rows
 
     def numbers_of(self, row_ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Returns the row numbers of row ids (``_rowid``); int64, same shape.

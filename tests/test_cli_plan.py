@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from typing import Any
 
 import lancedb
@@ -12,13 +11,10 @@ import pyarrow as pa
 import pytest
 from checkpoints import run
 from conftest import Tables
+from recording import RecordingLink
 
 from ray_lance_stream import LanceStream, PrefetchConfig
-from ray_lance_stream.config import StreamConfig
-from ray_lance_stream.local import LocalLink
-from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.shard import StreamShard
-from ray_lance_stream.source import BlockSource
 from ray_lance_stream.topology import Replica, Seat
 
 
@@ -94,29 +90,6 @@ def test_bytes_are_measured(tables: Tables) -> None:
     assert found["bytes_per_step"] == 8 * 32
     assert planned(*arguments, "--columns", "id")["bytes_per_row"] == 8
     assert planned(*arguments)["bytes_per_row"] > 32
-
-
-class Recording:
-    """A block source that notes what is asked for."""
-
-    def __init__(self, source: BlockSource) -> None:
-        self._source = source
-        self.asked: list[Ranges] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
-        self.asked.append(ranges)
-        return self._source.request(handle, ranges)
-
-
-class RecordingLink(LocalLink):
-    source: Recording
-
-    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
-        self.source = Recording(super().open_source(config, seat))
-        return self.source
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -215,9 +188,34 @@ def test_the_text(tmp_path: Any) -> None:
     ]
 
 
+def test_what_a_trainer_needs(tables: Tables) -> None:
+    arguments = (tables.uri(60_000), "t", "--num-splits", 16, "--global-batch-size", 64, "--world-size", 3)
+    assert planned(*arguments)["demand"] is None
+    speeds = ("--step-time-s", 0.05, "--transform-time-ms-per-row", 1.5, "--read-latency-ms", 40)
+    found = planned(*arguments, "--columns", "id,x", *speeds, "--read-mib-per-s", 100)
+    need = found["demand"]
+    assert need["rows_per_s"] == pytest.approx(64 / 0.05)
+    assert need["bytes_per_s"] == pytest.approx(64 / 0.05 * 32)
+    # The transform of rows this small is what takes long: two blocks at once do not make it faster.
+    assert need["prefetcher_rows_per_s"] == pytest.approx(1 / 0.0015)
+    assert need["block_s"] == pytest.approx(0.04 + need["block_rows"] * (32 / (100 * 2**20) + 0.0015))
+    assert need["prefetchers"] == need["prefetch"]["num_actors"] == 3  # 1,280 / 667 / 0.8 = 2.4
+    assert need["max_buffer_bytes"] <= need["prefetch"]["max_buffer_bytes"] < need["max_buffer_bytes"] + 2**20
+    PrefetchConfig(**need["prefetch"])
+    unknown = planned(*arguments, "--step-time-s", 1, "--read-latency-ms", 40)["demand"]
+    assert unknown["prefetch"]["block_bytes"] == PrefetchConfig().block_bytes
+    none = planned(*arguments, "--step-time-s", 1)["demand"]  # an infinite speed is null in JSON
+    assert (none["prefetcher_rows_per_s"], none["prefetchers"]) == (None, 1)
+    given = planned(*arguments, "--columns", "id,x", *speeds, "--block-bytes", 4096)["demand"]
+    assert given["prefetch"]["block_bytes"] == 4096 and given["block_rows"] * 32 <= 4096
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        (("--global-batch-size", 8, "--step-time-s", 0), "step_time_s is not valid"),
+        (("--global-batch-size", 8, "--read-latency-ms", 40), "--step-time-s is missing"),
+        (("--global-batch-size", 8, "--step-time-s", 1, "--read-mib-per-s", -1), "read_bytes_per_s is not valid"),
         (("--global-batch-size", 10), "pass 8 or 12"),
         (("--global-batch-size", 8, "--world-size", 5), "1 to 4 replicas"),
         (("--global-batch-size", 8, "--world-size", 0), "dp_size is not valid"),

@@ -74,6 +74,9 @@ ORDER = (
     "groupagreement",
     "readers",
     "handedout",
+    "demand",
+    "simulatedpool",
+    "simulation",
     "agreement",
     "link",
     "core",
@@ -124,6 +127,7 @@ ORDER = (
     "cli.loading",
     "cli.describe",
     "cli.flight",
+    "cli.demand",
     "cli.planning",
     "cli.inspect",
     "cli.diff",
@@ -148,6 +152,7 @@ PURE = (
     "state",
     "rowcursor",
     "packedcursor",
+    "demand",
     "cluster.sizing",
 )
 ROWS_TO_BLOCKS = (

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ray_lance_stream.cli import options, text
+
+if TYPE_CHECKING:
+    from ray_lance_stream.demand import Speeds
 
 
 @click.command(short_help="Show steps, shares and memory of a setup.")
@@ -24,6 +27,12 @@ from ray_lance_stream.cli import options, text
 @options.version
 @click.option("--max-buffer-bytes", type=int, metavar="N", help="As in PrefetchConfig, whose default it has.")
 @click.option("--block-bytes", type=int, metavar="N", help="As in PrefetchConfig, whose default it has.")
+@click.option(
+    "--step-time-s", type=float, metavar="T", help="Seconds of a step without waiting: tells how many prefetchers."
+)
+@click.option("--transform-time-ms-per-row", type=float, metavar="T", help="Of the transform; 0 by default.")
+@click.option("--read-latency-ms", type=float, metavar="T", help="Of a block, whatever its size; 0 by default.")
+@click.option("--read-mib-per-s", type=float, metavar="V", help="Of one block beyond that; no bound by default.")
 @options.storage_option
 @options.json_output
 @options.debug
@@ -41,6 +50,10 @@ def plan(
     version: int | None,
     max_buffer_bytes: int | None,
     block_bytes: int | None,
+    step_time_s: float | None,
+    transform_time_ms_per_row: float | None,
+    read_latency_ms: float | None,
+    read_mib_per_s: float | None,
     storage_options: Mapping[str, str],
     json_output: bool,
 ) -> None:
@@ -51,16 +64,22 @@ def plan(
     any transform. It counts rows; of a stream with pack_sequences an epoch is its blocks_per_epoch, whatever the table
     holds, and inspect shows a checkpoint of it.
 
+    With --step-time-s it tells how many prefetchers keep up with the trainer, and with which blocks and buffers: each
+    reads one block while it transforms another one. Measure the transform on some hundred rows, and a read where the
+    prefetchers will run. Sending blocks to the trainers is taken to cost nothing.
+
     \b
     Example:
       ray-lance-stream plan /data/db digits --num-splits 12 \\
           --global-batch-size 120 --world-size 4 --micro-batch-size 16
     """
+    from ray_lance_stream.cli import demand
     from ray_lance_stream.cli.planning import Setup
     from ray_lance_stream.config import PrefetchConfig
     from ray_lance_stream.plan import OrderSpec
 
     given: dict[str, Any] = {"max_buffer_bytes": max_buffer_bytes, "block_bytes": block_bytes}
+    speeds = _speeds(step_time_s, transform_time_ms_per_row, read_latency_ms, read_mib_per_s)
     setup = Setup(
         order=OrderSpec(
             num_splits=num_splits,
@@ -72,6 +91,8 @@ def plan(
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         prefetch=PrefetchConfig(**{name: value for name, value in given.items() if value is not None}),
+        speeds=speeds,
+        block_bytes=block_bytes,
     )
     found = setup.facts(options.table_ref(uri, table, storage_options), version, columns)
     if json_output:
@@ -80,6 +101,9 @@ def plan(
     pinned = found["table"]
     click.echo(f"{text.printable(table)}, version {pinned['version']}: {text.plural(pinned['rows'], 'row')}\n")
     click.echo(text.facts(_facts(found)))
+    if speeds is not None:
+        click.echo(f"\nFor steps of {speeds.step_time_s:g} s without waiting:\n")
+        click.echo(text.facts(demand.lines(found["demand"])))
     click.echo(f"\nGlobal batches near {global_batch_size:,}, and the nearest without a short last step:\n")
     click.echo(_near_table(found["near"], global_batch_size, found["rows"]))
     click.echo("\nOther world sizes (the order of rows and the steps stay the same):\n")
@@ -87,6 +111,37 @@ def plan(
     problems = [share["problem"] for share in found["world_sizes"] if share["problem"]]
     if problems:
         click.echo(f"\nToo small: {problems[0]}")
+
+
+def _speeds(
+    step_time_s: float | None,
+    transform_time_ms_per_row: float | None,
+    read_latency_ms: float | None,
+    read_mib_per_s: float | None,
+) -> Speeds | None:
+    from ray_lance_stream.config import MIB
+    from ray_lance_stream.demand import Speeds
+    from ray_lance_stream.errors import ConfigError, explain
+
+    given: dict[str, float] = {}
+    if transform_time_ms_per_row is not None:
+        given["transform_s_per_row"] = transform_time_ms_per_row / 1000
+    if read_latency_ms is not None:
+        given["read_latency_s"] = read_latency_ms / 1000
+    if read_mib_per_s is not None:
+        given["read_bytes_per_s"] = read_mib_per_s * MIB
+    if step_time_s is not None:
+        return Speeds(step_time_s=step_time_s, **given)
+    if given:
+        raise ConfigError(
+            explain(
+                "--step-time-s is missing",
+                found="what reading and transforming take",
+                expected="the seconds of a step as well, without which the trainer's demand is not known",
+                remedy="pass --step-time-s",
+            )
+        )
+    return None
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ray_lance_stream.cli import demand
 from ray_lance_stream.cli.flight import in_flight
 from ray_lance_stream.config import PrefetchConfig
+from ray_lance_stream.demand import Speeds
 from ray_lance_stream.errors import ConfigError
 from ray_lance_stream.plan import OrderSpec, PlanSpec, SplitLayout
 from ray_lance_stream.topology import Replica, StepPlan, StepShare
@@ -31,6 +33,8 @@ class Setup:
         world_size: Number of replicas.
         micro_batch_size: Most rows of a micro-batch; None for whole shares.
         prefetch: The budget.
+        speeds: What takes how long, to find out how many prefetchers are needed; None if it is not known.
+        block_bytes: The block size to find that out for; None for the smallest good one.
 
     Raises:
         ConfigError: A value, or a combination of values, that cannot work.
@@ -42,6 +46,8 @@ class Setup:
     world_size: int
     micro_batch_size: int | None
     prefetch: PrefetchConfig
+    speeds: Speeds | None = None
+    block_bytes: int | None = None
 
     def __post_init__(self) -> None:
         # Before any table is opened: what is wrong whatever its length.
@@ -71,6 +77,10 @@ class Setup:
             share_of(steps, world_size, self.micro_batch_size, handle.bytes_per_row, self.prefetch)
             for world_size in other_world_sizes(self.world_size, layout.num_splits)
         ]
+        need = None
+        if self.speeds is not None:
+            found = demand.need_of(self.speeds, handle, steps, self.world_size, self.block_bytes)
+            need = demand.facts(*found, handle.bytes_per_row)
         return {
             "table": {"version": table.version, "fingerprint": table.identity.fingerprint, "rows": table.num_rows},
             "filter": self.order.filter,
@@ -87,6 +97,7 @@ class Setup:
             "bytes_per_step": handle.bytes_per_row * self.global_batch_size,
             "max_buffer_bytes": self.prefetch.max_buffer_bytes,
             "in_flight_per_worker": dataclasses.asdict(in_flight(handle, steps, self.world_size, self.prefetch)),
+            "demand": need,
         }
 
 
