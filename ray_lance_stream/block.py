@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import TransformError, explain
-from ray_lance_stream.location import TableRef
+from ray_lance_stream.location import CannotOpenError, TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.readable import ReadableTable, check_identity
@@ -28,6 +28,7 @@ from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
+from ray_lance_stream.storage import is_refusal
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import sifted, try_rows, with_left_out
 from ray_lance_stream.userplan import UserPlan
@@ -272,18 +273,37 @@ class BlockBuilder:
         table.take(rows[rows < table.num_rows], self._recipe.columns)
 
     def open_table(self, version: int) -> ReadableTable:
-        """Opens a version of the table, or finds it open."""
-        return self._tables.get(version, lambda: self._recipe.table.open(version))
+        """Opens a version of the table, or finds it open.
+
+        Raises:
+            OSError: It could not be opened because of the storage: the driver has opened it, so this may pass.
+        """
+        try:
+            return self._tables.get(version, lambda: self._recipe.table.open(version))
+        except CannotOpenError as error:
+            if error.may_pass:
+                raise OSError(str(error)) from error.__cause__
+            raise
 
     @contextmanager
     def _without_secrets(self) -> Iterator[None]:
-        """Object stores quote URLs and headers in their errors, and errors travel to logs."""
+        """Object stores quote URLs and headers in their errors, and errors travel to logs.
+
+        Where credentials were refused, the next attempt opens the table anew: they may have expired, and a
+        ``connection_factory`` then brings others.
+        """
         try:
             yield
         except OSError as error:
-            if self._recipe.table.shown(error) is not None:
+            ref = self._recipe.table
+            if is_refusal(error):
+                self._tables.forget()
+                if ref.connection_factory is not None and ref.live is not None:  # of credentials that are refused
+                    self._recipe = dataclasses.replace(self._recipe, table=dataclasses.replace(ref, live=None))
+                raise OSError(refused_text(ref, ref.without_secrets(str(error)))) from ref.shown(error)
+            if ref.shown(error) is not None:
                 raise
-            raise OSError(self._recipe.table.without_secrets(str(error))) from None
+            raise OSError(ref.without_secrets(str(error))) from None
 
     def _table(self, spec: PlanSpec) -> ReadableTable:
         table = self.open_table(spec.table.version)
@@ -302,3 +322,20 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     if len(batches) != 1:
         raise TransformError(f"a block of {table.num_rows} rows does not fit one Arrow batch; use smaller blocks")
     return batches[0]
+
+
+def refused_text(ref: TableRef, found: str) -> str:
+    """Returns what is wrong where the storage does not accept the credentials, and what to do."""
+    if ref.connection_factory is not None:
+        remedy = "let connection_factory fetch new credentials whenever it is called: it is called again now"
+    else:
+        remedy = (
+            "pass connection_factory, a function that connects with credentials it fetches; it is called again when "
+            "they are refused. Those in storage_options or in a URI stay what they were"
+        )
+    return explain(
+        f"the storage refused the credentials for table {ref.name!r}; they may have expired",
+        found=found,
+        expected="credentials that are valid",
+        remedy=remedy,
+    )

@@ -113,7 +113,7 @@ class StreamConfig:
             raise ConfigError(
                 explain(
                     "drop_last or prefetch is not valid",
-                    found=f"drop_last={self.drop_last!r}, prefetch={self.prefetch!r}",
+                    found=f"drop_last={self.drop_last!r}, prefetch of type {type(self.prefetch).__name__}",
                     expected="True or False, and a PrefetchConfig",
                     remedy="pass prefetch=PrefetchConfig(num_actors=...)",
                 )

@@ -17,10 +17,22 @@ from ray_lance_stream.apisource import ApiSource, source_of
 from ray_lance_stream.apitable import is_remote
 from ray_lance_stream.errors import ConfigError, TableVersionError, explain
 from ray_lance_stream.readable import ReadableTable, listed, version_gone
+from ray_lance_stream.redacting import hidden, in_environment, in_function, in_uri, named, shown_uri
+from ray_lance_stream.storage import is_trouble
 from ray_lance_stream.table import PinnedTable, present_versions
 
 if TYPE_CHECKING:
     import lancedb
+
+
+class CannotOpenError(ConfigError):
+    """A table that could not be opened.
+
+    Attributes:
+        may_pass: Whether that was the storage's doing, so that it may work later.
+    """
+
+    may_pass = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +130,10 @@ class TableRef:
 
     def __repr__(self) -> str:
         options = None if self.storage_options is None else dict.fromkeys(self.storage_options, "***")
+        uri, factory = None if self.uri is None else shown_uri(self.uri), self.connection_factory
         return (
-            f"TableRef(uri={self.uri!r}, name={self.name!r}, storage_options={options}, "
-            f"connection_factory={self.connection_factory!r})"
+            f"TableRef(uri={uri!r}, name={self.name!r}, storage_options={options}, "
+            f"connection_factory={None if factory is None else named(factory)})"
         )
 
     def open(self, version: int | None = None) -> ReadableTable:
@@ -191,6 +204,8 @@ class TableRef:
                 return lance.dataset(self.dataset_uri, storage_options=self._options())
             if self.connection_factory is not None:
                 table = self.connection_factory(self.name)
+                options = getattr(getattr(table, "_conn", None), "storage_options", None)
+                self._secrets.update(map(str, (options or {}).values()))
             else:
                 database = self._connect()
                 table = database.open_table(self.name, namespace_path=list(self.namespace) or None)
@@ -243,14 +258,14 @@ class TableRef:
         return ConfigError(
             explain(
                 f"table {self.name!r} does not exist",
-                found=f"these tables in {self.uri}: {listed(names)}",
+                found=f"these tables in {shown_uri(str(self.uri))}: {listed(names)}",
                 expected="the name of one of them",
                 remedy=f"did you mean {' or '.join(map(repr, near))}" if near else "check uri and the table's name",
             )
         )
 
-    def _cannot_open(self, error: Exception) -> ConfigError:
-        return ConfigError(
+    def _cannot_open(self, error: Exception) -> CannotOpenError:
+        made = CannotOpenError(
             explain(
                 f"table {self.name!r} cannot be opened",
                 found=self.without_secrets(f"{type(error).__name__}: {error}"),
@@ -258,14 +273,21 @@ class TableRef:
                 remedy="check connection_factory" if self.uri is None else "check uri and storage_options",
             )
         )
+        made.may_pass = is_trouble(error)
+        return made
 
     def without_secrets(self, text: str) -> str:
-        """Returns ``text`` with ``***`` for every value of ``storage_options``, and for a server's API key."""
+        """Returns ``text`` with ``***`` for credentials.
+
+        Those are the values of ``storage_options``, a server's API key, user and password of a URI, what
+        ``connection_factory`` carries under names of secrets, and what the environment does.
+        """
         values = {str(value) for value in (self.storage_options or {}).values()} | self._secrets
-        for value in sorted(values - {"true", "false"}, key=len, reverse=True):
-            if len(value) > 3:  # "1" and the like are no secrets, and would eat the message
-                text = text.replace(value, "***")
-        return text
+        for uri in (self.uri, self.dataset_uri):
+            values |= in_uri(uri or "")
+        if self.connection_factory is not None:
+            values |= in_function(self.connection_factory)
+        return hidden(text, values | in_environment())
 
     def shown(self, error: Exception) -> Exception | None:
         """Returns the error to chain; None if a traceback with its text, or its causes', would show a secret."""
