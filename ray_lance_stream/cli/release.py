@@ -37,7 +37,7 @@ def release(
     \b
     Examples:
       ray-lance-stream release /data/db digits
-      ray-lance-stream release /data/db digits --run digits-1 --keep /runs/digits-1
+      ray-lance-stream release /data/db digits --run digits-1 --keep /runs/1
     """
     if kept and run is None:
         raise click.UsageError("--keep needs --run")
