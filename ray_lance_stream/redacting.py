@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
-from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 _HIDDEN: Final = "***"
 _SHORT: Final = 3  # "1" and the like are no secrets, and would eat the message
@@ -31,7 +31,7 @@ def in_uri(uri: str) -> set[str]:
     """Returns the credentials in a URI: user name and password, and what its query gives for keys and signatures."""
     try:
         parts = urlsplit(uri)
-        found = [parts.username or "", parts.password or ""]
+        found = ["" if _names_container(parts) else parts.username or "", parts.password or ""]
     except ValueError:  # not a URI; whoever opens it says so
         return set()
     found += [value for name, value in parse_qsl(parts.query) if _SENSITIVE.search(name)]
@@ -47,8 +47,15 @@ def shown_uri(uri: str) -> str:
     if "://" not in uri:
         return uri
     user, at, host = parts.netloc.rpartition("@")
-    netloc = f"{':'.join(_HIDDEN for _ in user.split(':', 1))}{at}{host}"
+    if at and not _names_container(parts):
+        user = ":".join(_HIDDEN for _ in user.split(":", 1))
+    netloc = f"{user}{at}{host}"
     return hidden(urlunsplit(parts._replace(netloc=netloc)), in_uri(f"x://x?{parts.query}"))
+
+
+def _names_container(parts: SplitResult) -> bool:
+    """Whether what stands where others have the user is a container, as Azure writes it."""
+    return parts.scheme in ("abfs", "abfss") and parts.password is None
 
 
 def in_environment() -> set[str]:

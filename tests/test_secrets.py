@@ -131,7 +131,9 @@ def test_a_uri_is_shown_without_credentials(uri: str) -> None:
     assert_hidden(error.value)
 
 
-@pytest.mark.parametrize("plain", ["s3://bucket/db", "/data/db", "db", "db://cloud", "file:///data/db", "http://[::1"])
+@pytest.mark.parametrize(
+    "plain", ["s3://bucket/db", "abfss://c@a.net/db", "/data/db", "db", "db://cloud", "file:///data/db", "http://[::1"]
+)
 def test_a_uri_without_credentials_is_shown_as_it_is(plain: str) -> None:
     assert shown_uri(plain) == plain and in_uri(plain) == set()
 

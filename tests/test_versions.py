@@ -15,17 +15,28 @@ import lance
 import lancedb
 import numpy as np
 import pytest
+import ray.train
 from checkpoints import run, saved
 from conftest import Tables, rows_from
+from loops import loop
 from remote_server import serving
+from runs import fit, read_log
 
-from ray_lance_stream import ConfigError, LanceStream, StateMismatchError, TableVersionError, tags
+from ray_lance_stream import (
+    ConfigError,
+    LanceStream,
+    PrefetchConfig,
+    StateMismatchError,
+    TableVersionError,
+    tags,
+)
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.tags import Protection, protections, release, run_in_tags
 from ray_lance_stream.testing import global_batches
 
 NOW = datetime.timedelta(0)
+NUM_CPUS = 4
 
 
 def dataset(uri: str) -> Any:
@@ -272,3 +283,38 @@ def test_remote_tables_are_protected_by_their_server(tables: Tables) -> None:
         with pytest.raises(ConfigError, match=r"version 2 of table 't' cannot be protected") as error:
             LanceStream(table="t", connection_factory=connect, num_splits=4, global_batch_size=8, protect_version="run")
         assert "some-api-key" not in str(error.value)
+
+
+# --- under Ray Train ---------------------------------------------------------------------------------
+
+
+def made_anew(uri: str) -> None:
+    database = lancedb.connect(uri)
+    database.drop_table("t")
+    database.create_table("t", rows_from(0, 25)).add(rows_from(25, 25))
+
+
+def cleaned_up(uri: str) -> None:
+    lancedb.connect(uri).open_table("t").delete("id < 5")
+    clean_up(uri)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("one_node")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(made_anew, "dropped and created anew"), (cleaned_up, "version 2 of table 't' cannot be read")],
+)
+def test_a_version_that_is_gone_when_a_run_starts_ends_it_once(
+    tables: Tables, tmp_path: Path, change: Callable[[str], None], said: str
+) -> None:
+    uri, _ = tables.own(50)
+    stream = tables.stream(uri=uri, prefetch=PrefetchConfig(num_actors=1, placement_timeout_s=120))
+    change(uri)
+    with pytest.raises(ray.train.TrainingFailedError, match=said):
+        fit(loop, {"train": stream}, 2, tmp_path, max_failures=-1)
+    assert len(list((tmp_path / "log").glob("run-*"))) == 2, "each worker was started once"
+    assert read_log(tmp_path) == []
+    stream.close()
