@@ -97,18 +97,18 @@ def test_faults_that_pass_change_nothing(faulty: Store, expected: list[list[int]
     once = Once(fault, 20, 24)  # more than the client tries by itself
     faulty.fault = once
     assert batches_of(stream) == expected
-    assert faulty.faults == 5 and once.count > 40
+    assert faulty.faults == 5 and once.count > 30, "some of them came when all was well again"
 
 
 def test_an_outage_while_a_table_is_opened_again_may_pass(faulty: Store) -> None:
     """As when a prefetcher is started anew: the driver has opened the table, so that its options are no mistake."""
     stream = make_stream(faulty.options())
-    for recipe in (stream.recipe, make_stream(connection_factory=connector(faulty.options())).recipe):
+    by_factory = make_stream(connection_factory=connector(faulty.options()))
+    for recipe, fault in ((stream.recipe, SLOW_DOWN), (by_factory.recipe, RESET)):
         builder = BlockBuilder(recipe)
-        for fault in (SLOW_DOWN, BROKEN, RESET):
-            faulty.fault = lambda _, fault=fault: fault
-            with pytest.raises(OSError, match=r"table 't' cannot be opened"):
-                builder.open_table(1)
+        faulty.fault = lambda _, fault=fault: fault
+        with pytest.raises(OSError, match=r"table 't' cannot be opened"):
+            builder.open_table(1)
         faulty.fault = lambda _: None
         assert builder.open_table(1).num_rows == ROWS
     faulty.fault = lambda _: SLOW_DOWN
@@ -127,6 +127,7 @@ def test_a_filter_is_not_blamed_for_an_outage(faulty: Store) -> None:
         table.matching_rows("ib < 10")
 
 
+@pytest.mark.slow
 def test_an_outage_that_does_not_pass_ends_in_an_error_of_ours(faulty: Store) -> None:
     with opened_here(make_stream(faulty.options())) as shard:
         faulty.fault = lambda seen: BROKEN if reads_of_data(seen) else None
@@ -178,11 +179,12 @@ def test_a_factory_renews_credentials_in_the_middle_of_an_epoch(
     faulty: Store, expected: list[list[int]], tmp_path: Path, fault: Fault
 ) -> None:
     stream = make_stream(connection_factory=Keys(faulty.options(), tmp_path))
-    faulty.fault = valid = Valid(40, fault)
+    faulty.fault = valid = Valid(10, fault)
     assert batches_of(stream) == expected
     assert len([key for key, reads in valid.used.items() if reads > 5]) >= 3, "several were used up"
 
 
+@pytest.mark.slow
 def test_credentials_that_cannot_be_renewed_say_what_to_do(faulty: Store) -> None:
     with opened_here(make_stream(faulty.options())) as shard:
         faulty.fault = lambda _: EXPIRED
@@ -220,7 +222,7 @@ def test_prefetchers_renew_credentials_and_are_started_again_during_an_outage(
     faulty: Store, expected: list[list[int]], tmp_path: Path
 ) -> None:
     stream = make_stream(connection_factory=Keys(faulty.options(), tmp_path))
-    faulty.fault = valid = Valid(60, EXPIRED)
+    faulty.fault = valid = Valid(12, EXPIRED)
     found = []
     with stream.open() as shard:
         link: Any = shard.link
@@ -255,13 +257,17 @@ OPTIONS = {
 @pytest.mark.parametrize("uri", OPTIONS)
 def test_options_reach_lance_as_they_were_given(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By both ways: through LanceDB, as the driver opens the table, and directly, as all other processes do."""
-    local = lancedb.connect(tmp_path).create_table("t", rows_from(0, 20))
+    data = lancedb.connect(tmp_path).create_table("t", rows_from(0, 20)).to_lance()
     calls: list[tuple[Any, ...]] = []
 
+    class Table:
+        def to_lance(self) -> Any:
+            return data
+
     class Database:
-        def open_table(self, name: str, **_: Any) -> Any:
+        def open_table(self, name: str, **_: Any) -> Table:
             calls.append(("table", name))
-            return local
+            return Table()
 
     def connect(place: str, *, storage_options: Any) -> Database:
         calls.append((place, storage_options))
@@ -269,7 +275,7 @@ def test_options_reach_lance_as_they_were_given(uri: str, tmp_path: Path, monkey
 
     def open_dataset(place: str, *, storage_options: Any) -> Any:
         calls.append((place, storage_options))
-        return local.to_lance()
+        return data
 
     options = dict(OPTIONS[uri])
     ref = TableRef(uri=uri, name="t", storage_options=options)
@@ -280,7 +286,7 @@ def test_options_reach_lance_as_they_were_given(uri: str, tmp_path: Path, monkey
     assert calls == [(uri, OPTIONS[uri]), ("table", "t")]
     calls.clear()
     pickle.loads(pickle.dumps(ref.located(opened))).open(opened.version)
-    assert calls == [(local.to_lance().uri, OPTIONS[uri])]
+    assert calls == [(data.uri, OPTIONS[uri])]
     assert not any(value in repr(ref) for name, value in OPTIONS[uri].items() if "key" in name or "token" in name)
 
 

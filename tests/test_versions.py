@@ -18,6 +18,7 @@ import pytest
 import ray.train
 from checkpoints import run, saved
 from conftest import Tables, rows_from
+from lance.dataset import Tags
 from loops import loop
 from remote_server import serving
 from runs import fit, read_log
@@ -139,7 +140,7 @@ def test_many_processes_of_a_run_protect_and_release_at_once(tables: Tables) -> 
     ref = TableRef(uri=uri, name="t")
     table = ref.open()
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: tags.protect(table, ref, "run"), range(16)))
+        made = list(pool.map(lambda _: tags.protect(ref.open(), ref, "run"), range(16)))
         assert len(set(made)) == 1 and len(protections(ref)) == 1
         gone = list(pool.map(lambda _: release(ref, "run"), range(8)))
     assert protections(ref) == []
@@ -167,7 +168,7 @@ def test_a_table_that_may_not_be_written_to_says_so(tables: Tables, monkeypatch:
     def fail(*_: Any) -> None:
         raise OSError("Permission denied (os error 13)")
 
-    monkeypatch.setattr(lance.dataset.Tags, "delete", fail)
+    monkeypatch.setattr(Tags, "delete", fail)
     with pytest.raises(ConfigError, match=rf"tag {stream.version_tag} of table 't' cannot be removed.*denied"):
         release(TableRef(uri=uri, name="t"), "run")
 
@@ -183,7 +184,7 @@ def test_a_version_that_is_cleaned_up_in_the_same_moment_is_not_called_protected
     with pytest.raises(TableVersionError, match="version 2"):
         tags.protect(opened, ref, "run")
     current = ref.open()
-    create = lance.dataset.Tags.create
+    create = Tags.create
 
     def late(self: Any, name: str, version: int) -> None:
         """A clean-up that had looked for tags before this one was there."""
@@ -192,7 +193,7 @@ def test_a_version_that_is_cleaned_up_in_the_same_moment_is_not_called_protected
         self.delete(name)
         clean_up(uri)
 
-    monkeypatch.setattr(lance.dataset.Tags, "create", late)
+    monkeypatch.setattr(Tags, "create", late)
     with pytest.raises(TableVersionError, match=f"version {current.version}"):
         tags.protect(current, ref, "run")
 
@@ -276,9 +277,10 @@ def test_remote_tables_are_protected_by_their_server(tables: Tables) -> None:
     """A server that keeps no tags refuses, and that is said."""
     uri, _ = tables.own(50)
     with serving(uri, "some-api-key") as server:
+        url = server.url
 
         def connect(name: str) -> Any:
-            return lancedb.connect("db://base", api_key="some-api-key", host_override=server.url).open_table(name)
+            return lancedb.connect("db://base", api_key="some-api-key", host_override=url).open_table(name)
 
         with pytest.raises(ConfigError, match=r"version 2 of table 't' cannot be protected") as error:
             LanceStream(table="t", connection_factory=connect, num_splits=4, global_batch_size=8, protect_version="run")
