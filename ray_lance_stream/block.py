@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import TransformError, explain
-from ray_lance_stream.location import CannotOpenError, TableRef
+from ray_lance_stream.location import TableRef
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.readable import ReadableTable, check_identity
@@ -28,7 +28,7 @@ from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
-from ray_lance_stream.storage import is_refusal
+from ray_lance_stream.storage import CannotOpenError, is_refusal
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import sifted, try_rows, with_left_out
 from ray_lance_stream.userplan import UserPlan

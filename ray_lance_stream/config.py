@@ -32,7 +32,8 @@ class PrefetchConfig:
         label_selector: Ray node labels, e.g. ``{"pool": "data"}``. Without one, and without
             ``resources``, prefetchers go to nodes labelled ``pool=data`` if there are any, else to CPU
             nodes, else to any node with CPUs.
-        runtime_env: Ray runtime environment of the prefetchers; by default the job's.
+        runtime_env: Ray runtime environment of the prefetchers; by default the job's. No place for credentials: Ray
+            lists it to whoever asks.
         max_buffer_bytes: Most bytes of blocks requested and not yet handed over, for the whole stream;
             each training worker gets an equal part. Exceptions: a worker may always have one block and the
             blocks of the step under way; blocks not yet built count at their expected size, so that rows

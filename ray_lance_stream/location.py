@@ -18,21 +18,11 @@ from ray_lance_stream.apitable import is_remote
 from ray_lance_stream.errors import ConfigError, TableVersionError, explain
 from ray_lance_stream.readable import ReadableTable, listed, version_gone
 from ray_lance_stream.redacting import hidden, in_environment, in_function, in_uri, named, shown_uri
-from ray_lance_stream.storage import is_trouble
+from ray_lance_stream.storage import CannotOpenError, is_trouble
 from ray_lance_stream.table import PinnedTable, present_versions
 
 if TYPE_CHECKING:
     import lancedb
-
-
-class CannotOpenError(ConfigError):
-    """A table that could not be opened.
-
-    Attributes:
-        may_pass: Whether that was the storage's doing, so that it may work later.
-    """
-
-    may_pass = False
 
 
 @dataclass(frozen=True, kw_only=True)

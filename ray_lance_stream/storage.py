@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from ray_lance_stream.errors import ConfigError
+
 _TROUBLE: Final = re.compile(
     r"LanceError\(IO\)|\bIO \{|Generic (S3|GCS|MicrosoftAzure|HTTP)\b|store: \"|RetryError|HTTP error|"
     r"status(?: code)?: (?:4\d\d|5\d\d)|timed out|connection (?:reset|refused|closed)|lacked the necessary privileges",
@@ -17,6 +19,16 @@ _REFUSED: Final = re.compile(
     re.IGNORECASE,
 )
 _ABSENT: Final = re.compile(r"was not found|no such table|does not exist", re.IGNORECASE)
+
+
+class CannotOpenError(ConfigError):
+    """A table that could not be opened.
+
+    Attributes:
+        may_pass: Whether that was the storage's doing, so that it may work later.
+    """
+
+    may_pass = False
 
 
 def is_trouble(error: BaseException) -> bool:

@@ -35,6 +35,7 @@ from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.resuming import with_way_back
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.storage import CannotOpenError
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
@@ -52,7 +53,8 @@ class _RunSource(RaySource):
         try:
             return super().plan(spec)
         except _FINAL as error:
-            if self.refused is not None:
+            # One that cannot be opened from some node may be from another.
+            if self.refused is not None and not isinstance(error, CannotOpenError):
                 self.refused(error)
             raise
 
