@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +28,14 @@ from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
-from ray_lance_stream.storage import CannotOpenError, is_refusal
+from ray_lance_stream.storage import CannotOpenError, RefusedError
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import sifted, try_rows, with_left_out
+from ray_lance_stream.unreadable import without_secrets
 from ray_lance_stream.userplan import UserPlan
 
 logger = logging.getLogger("ray_lance_stream")
+T = TypeVar("T")
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
@@ -92,10 +94,13 @@ class BlockBuilder:
             TransformError: The transform fails on the first rows.
             OSError: The storage; without the values of ``storage_options``.
         """
-        with self._without_secrets():
+
+        def opened() -> tuple[PlanHandle, IntArray | None, pa.Table]:
             handle, matching = self._counted(spec)
             plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, matching))
-            probe = self._probe(plan, handle.num_rows, matching, deadly)
+            return handle, matching, self._probe(plan, handle.num_rows, matching, deadly)
+
+        handle, matching, probe = self._reading(opened)
         bytes_per_row = max(1.0, probe.nbytes / probe.num_rows)
         return dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row), matching
 
@@ -106,8 +111,7 @@ class BlockBuilder:
             A handle without a schema, for the rows that are built first, and their ranges, so many times as long; and
             the matching rows.
         """
-        with self._without_secrets():
-            handle, matching = self._counted(spec)
+        handle, matching = self._reading(lambda: self._counted(spec))
         first = self._first_plan(Plan(spec, handle.num_rows, matching), handle.num_rows, matching)
         splits, cycles = _probed(first)
         stop = min(first.layout.rows_per_split, factor * cycles)
@@ -150,8 +154,7 @@ class BlockBuilder:
         """
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
-        with self._without_secrets():
-            block, stats = self._build(plan, ranges, deadly)
+        block, stats = self._reading(lambda: self._build(plan, ranges, deadly))
         if isinstance(block, Sifted):
             if isinstance(block.rows, pa.Table) and self._fixes_schema:
                 block.rows = cast_to(block.rows, handle.schema)
@@ -285,25 +288,21 @@ class BlockBuilder:
                 raise OSError(str(error)) from error.__cause__
             raise
 
-    @contextmanager
-    def _without_secrets(self) -> Iterator[None]:
-        """Object stores quote URLs and headers in their errors, and errors travel to logs.
-
-        Where credentials were refused, the next attempt opens the table anew: they may have expired, and a
-        ``connection_factory`` then brings others.
-        """
+    def _reading(self, read: Callable[[], T]) -> T:
+        """Does something that reads; once more, with the table opened anew, if ``connection_factory`` can renew it."""
+        ref = self._recipe.table
+        renewable = ref.connection_factory is not None
         try:
-            yield
-        except OSError as error:
-            ref = self._recipe.table
-            if is_refusal(error):
-                self._tables.forget()
-                if ref.connection_factory is not None and ref.live is not None:  # of credentials that are refused
-                    self._recipe = dataclasses.replace(self._recipe, table=dataclasses.replace(ref, live=None))
-                raise OSError(refused_text(ref, ref.without_secrets(str(error)))) from ref.shown(error)
-            if ref.shown(error) is not None:
+            with without_secrets(ref, renewable=renewable):
+                return read()
+        except RefusedError:
+            if not renewable:
                 raise
-            raise OSError(ref.without_secrets(str(error))) from None
+            self._tables.forget()
+            if ref.live is not None:  # it has the credentials that are refused
+                self._recipe = dataclasses.replace(self._recipe, table=dataclasses.replace(ref, live=None))
+        with without_secrets(ref, renewable=renewable):
+            return read()
 
     def _table(self, spec: PlanSpec) -> ReadableTable:
         table = self.open_table(spec.table.version)
@@ -322,20 +321,3 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     if len(batches) != 1:
         raise TransformError(f"a block of {table.num_rows} rows does not fit one Arrow batch; use smaller blocks")
     return batches[0]
-
-
-def refused_text(ref: TableRef, found: str) -> str:
-    """Returns what is wrong where the storage does not accept the credentials, and what to do."""
-    if ref.connection_factory is not None:
-        remedy = "let connection_factory fetch new credentials whenever it is called: it is called again now"
-    else:
-        remedy = (
-            "pass connection_factory, a function that connects with credentials it fetches; it is called again when "
-            "they are refused. Those in storage_options or in a URI stay what they were"
-        )
-    return explain(
-        f"the storage refused the credentials for table {ref.name!r}; they may have expired",
-        found=found,
-        expected="credentials that are valid",
-        remedy=remedy,
-    )

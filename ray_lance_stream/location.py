@@ -20,6 +20,7 @@ from ray_lance_stream.readable import ReadableTable, listed, version_gone
 from ray_lance_stream.redacting import hidden, in_environment, in_function, in_uri, named, shown_uri
 from ray_lance_stream.storage import CannotOpenError, is_trouble
 from ray_lance_stream.table import PinnedTable, present_versions
+from ray_lance_stream.unreadable import not_local, remote
 
 if TYPE_CHECKING:
     import lancedb
@@ -210,7 +211,7 @@ class TableRef:
         except ConfigError:
             raise
         except NotImplementedError:
-            raise _not_local(self.name) from None
+            raise not_local(self.name) from None
         except Exception as error:
             missing = None if database is None else self._missing(database)
             raise missing or self._cannot_open(error) from self.shown(error)
@@ -218,7 +219,7 @@ class TableRef:
     def _connect(self) -> lancedb.DBConnection:
         uri = str(self.uri)
         if uri.startswith("db://"):
-            raise _remote(self.name)
+            raise remote(self.name)
         if "://" not in uri and not os.path.isdir(uri):
             # lancedb.connect would create the directory: a typing error must not leave a database behind.
             raise ConfigError(
@@ -287,27 +288,3 @@ class TableRef:
                 return None
             link = link.__cause__ or link.__context__
         return error
-
-
-def _not_local(name: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"table {name!r} does not give access to its Lance files",
-            found="neither files nor a table of LanceDB's synchronous API",
-            expected="a table opened with lancedb.connect",
-            remedy="pass the uri of the storage itself, e.g. s3://bucket/path",
-        )
-    )
-
-
-def _remote(name: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"the uri of table {name!r} does not give access to its server",
-            found="a remote (db://) database, without an API key",
-            expected="a function that connects",
-            remedy="pass connection_factory=, e.g. lambda name: "
-            "lancedb.connect('db://...', api_key=os.environ['LANCEDB_API_KEY']).open_table(name), instead of uri; "
-            "or the uri of the storage itself, e.g. s3://bucket/path",
-        )
-    )

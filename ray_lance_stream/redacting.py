@@ -6,6 +6,8 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit, urlunsplit
 
@@ -97,16 +99,18 @@ def _look_into(value: object, found: set[str], depth: int) -> None:
     owner = getattr(value, "__self__", None)
     if owner is not None:
         _look_into(owner, found, depth - 1)
-    code: Any = getattr(value, "__code__", None)
-    if code is not None:
-        _note(_variables(value, code), found, depth)
-    elif callable(value) or owner is None:
-        own = dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+    function = value.__func__ if isinstance(value, MethodType) else value
+    if isinstance(function, FunctionType):
+        _note(_variables(function, function.__code__), found, depth)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        _note(dict(vars(value)), found, depth)
+    with suppress(Exception):  # of a database, whose property may be anything
         options = getattr(value, "storage_options", None)
-        _note(own | ({"storage_options": options} if isinstance(options, Mapping) else {}), found, depth)
+        if isinstance(options, Mapping):
+            found.update(map(str, options.values()))
 
 
-def _variables(function: Any, code: Any) -> dict[str, Any]:
+def _variables(function: FunctionType, code: CodeType) -> dict[str, Any]:
     """Returns what a function sees beside its arguments: closure, defaults, and the globals that it names."""
     seen = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
     defaults = function.__defaults__ or ()
@@ -128,5 +132,5 @@ def _note(variables: Mapping[Any, Any], found: set[str], depth: int) -> None:
             found |= in_uri(value) if "://" in value else set()
             if _SENSITIVE.search(str(name)):
                 found.add(value)
-        elif isinstance(value, (Mapping, functools.partial)) or hasattr(value, "__code__"):
+        elif isinstance(value, (Mapping, functools.partial, FunctionType, MethodType)):
             _look_into(value, found, depth - 1)

@@ -31,6 +31,10 @@ class CannotOpenError(ConfigError):
     may_pass = False
 
 
+class RefusedError(OSError):
+    """The storage did not accept the credentials."""
+
+
 def is_trouble(error: BaseException) -> bool:
     """Whether an error is the storage's, so that the same may work later; not that something is not there."""
     text = str(error)

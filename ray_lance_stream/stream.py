@@ -74,7 +74,8 @@ class LanceStream:
         version: Pin this table version; by default the latest now, or the one a resumed state names.
         protect_version: Tags the version in the table, so that no clean-up removes it while checkpoints refer to it:
             clean-ups then leave it, or end with an error that names the tag. Pass the run's name, which the tag
-            carries, so that the run finds its own when it is started again; True makes a name up. The tag stays until
+            carries, so that the run finds its own when it is started again; True makes a name up. Tagged is the version
+            that the stream is built on: the latest, ``version``, or that of ``resume_from``. The tag stays until
             ``ray-lance-stream release`` removes it. Needs a table that may be written to.
         storage_options: As for ``lancedb.connect``; never shown or stored in checkpoints.
         connection_factory: Instead of ``uri``: called with the table's name in every process that reads,

@@ -14,8 +14,9 @@ import lance
 import lancedb
 import pytest
 import ray
-from conftest import rows_from
+from conftest import Tables, rows_from
 from loops import ids_of
+from remote_server import serving
 from runs import opened_here
 from stores import BROKEN, RESET, SLOW_DOWN, Fault, Seen, Store, refused, store
 
@@ -167,6 +168,13 @@ class Valid:
         return self.fault if self.used[seen.key] > self.reads else None
 
 
+def connector_to(uri: str) -> Callable[[str], Any]:
+    def connect(name: str) -> Any:
+        return lancedb.connect(uri).open_table(name)
+
+    return connect
+
+
 def connector(options: dict[str, str]) -> Callable[[str], Any]:
     def connect(name: str) -> Any:
         return lancedb.connect("s3://tables/db", storage_options=options).open_table(name)
@@ -202,6 +210,33 @@ def test_credentials_that_cannot_be_renewed_say_what_to_do(faulty: Store) -> Non
             ask()
         assert SECRET not in "".join(traceback.format_exception(refusal.value))
         assert SECRET not in repr(pickle.loads(pickle.dumps(refusal.value)))
+
+
+class CurrentKey:
+    """Connects to a server with the API key that a file holds."""
+
+    def __init__(self, url: str, file: Path) -> None:
+        self.url, self.file = url, file
+
+    def __call__(self, name: str) -> Any:
+        key = self.file.read_text()
+        return lancedb.connect("db://base", api_key=key, host_override=self.url).open_table(name)
+
+
+def test_an_api_key_is_renewed_as_well(tables: Tables, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("the-first-key")
+    with serving(tables.uri(50), "the-first-key") as server:
+        stream = make_stream(connection_factory=CurrentKey(server.url, key), global_batch_size=8)
+        with opened_here(stream) as shard:
+            batches = iter(shard)
+            found = [ids_of(next(batches))]
+            server.api_key = "the-second-key"
+            key.write_text("the-second-key")
+            found += [ids_of(batch) for batch in batches]
+            found += [ids_of(batch) for batch in shard]
+    with opened_here(make_stream(connection_factory=connector_to(tables.uri(50)), global_batch_size=8)) as shard:
+        assert found == [ids_of(batch) for _ in range(2) for batch in shard]
 
 
 class Outage:
