@@ -144,7 +144,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-FUZZ = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FUZZ
@@ -163,7 +163,7 @@ def test_any_file_is_read_or_refused(directory: Path, data: bytes, name: str) ->
     assert all(type(part) is int for part in newest_stamp(LOCAL, str(bad), (name,)))
 
 
-@settings(FUZZ, max_examples=60)
+@settings(FUZZ, max_examples=25)
 @given(files(), st.sampled_from([FILE_NAME, "state.json"]))
 def test_the_command_line_says_in_one_line_what_is_wrong(directory: Path, data: bytes, name: str) -> None:
     place = directory / "file" / name
@@ -184,7 +184,7 @@ def test_the_command_line_says_in_one_line_what_is_wrong(directory: Path, data: 
             assert len(done.stderr.splitlines()) <= 4 and len(done.stderr) < 3000
 
 
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=100)
 @given(damaged(FOREIGN))
 def test_a_state_of_lancedb_is_read_or_refused(value: dict[str, Any]) -> None:
     found = read_or_refuse(lambda: StreamState.from_dict(value, of=LANCEDB))
@@ -195,7 +195,7 @@ def test_a_state_of_lancedb_is_read_or_refused(value: dict[str, Any]) -> None:
         assert isinstance(found, StateError)
 
 
-@settings(FUZZ, max_examples=60)
+@settings(FUZZ, max_examples=20)
 @given(st.binary(max_size=80) | files())
 def test_ray_trains_list_of_checkpoints_is_data_as_well(directory: Path, data: bytes) -> None:
     run_directory = directory / "run"
