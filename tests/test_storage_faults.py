@@ -20,7 +20,7 @@ from remote_server import serving
 from runs import opened_here
 from stores import BROKEN, RESET, SLOW_DOWN, Fault, Seen, Store, refused, store
 
-from ray_lance_stream import BlockError, ConfigError, LanceStream, PrefetchConfig
+from ray_lance_stream import BlockError, ConfigError, LanceStream, PrefetchConfig, StreamingDataset
 from ray_lance_stream.block import BlockBuilder
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.storage import is_refusal, is_trouble
@@ -210,6 +210,18 @@ def test_credentials_that_cannot_be_renewed_say_what_to_do(faulty: Store) -> Non
             ask()
         assert SECRET not in "".join(traceback.format_exception(refusal.value))
         assert SECRET not in repr(pickle.loads(pickle.dumps(refusal.value)))
+
+
+def test_a_table_that_is_open_already_is_opened_anew_with_new_credentials(faulty: Store, tmp_path: Path) -> None:
+    keys = Keys(faulty.options(), tmp_path)
+    options: dict[str, Any] = {"num_splits": 4, "shuffle_seed": 3}
+    plain = StreamingDataset(connector(faulty.options())("t"), **options)
+    expected = [row["id"] for row in plain]
+    reads = sum(map(reads_of_data, faulty.requests))
+    dataset = StreamingDataset(keys("t"), connection_factory=keys, **options)
+    faulty.fault = valid = Valid(reads - 1, EXPIRED)
+    assert [row["id"] for row in dataset] == expected
+    assert len([key for key, count in valid.used.items() if count]) == 2, f"one is good for {reads - 1} reads"
 
 
 class CurrentKey:
