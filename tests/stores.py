@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import socket
 import struct
@@ -178,8 +177,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing: tests look at ``requests``."""
-
-
-def as_json(options: dict[str, str]) -> str:
-    """Storage options for the environment of another process."""
-    return json.dumps(options)
