@@ -269,7 +269,7 @@ def test_prefetchers_renew_credentials_and_are_started_again_during_an_outage(
     faulty: Store, expected: list[list[int]], tmp_path: Path
 ) -> None:
     stream = make_stream(connection_factory=Keys(faulty.options(), tmp_path))
-    faulty.fault = valid = Valid(12, EXPIRED)
+    faulty.fault = valid = Valid(20, EXPIRED)
     found = []
     with stream.open() as shard:
         link: Any = shard.link
@@ -278,7 +278,7 @@ def test_prefetchers_renew_credentials_and_are_started_again_during_an_outage(
             if len(found) == 5:
                 (prefetcher,) = ray.get(link.session.coordinator.pool.remote())
                 _, pid = ray.get(prefetcher.ready.remote())
-                faulty.fault = outage = Outage(16, valid)
+                faulty.fault = outage = Outage(8, valid)
                 os.kill(pid, signal.SIGKILL)  # the new process opens the table anew
     assert found == expected and outage.left < 0
     owners = {key.split("-")[1] for key, reads in valid.used.items() if reads}
