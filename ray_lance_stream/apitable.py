@@ -82,6 +82,11 @@ class ApiTable:
     def __repr__(self) -> str:
         return f"ApiTable({self._ref.name!r}, version={self.version}, num_rows={self.num_rows})"
 
+    @property
+    def tags(self) -> Any:
+        """LanceDB's tags of the table; see :mod:`ray_lance_stream.tags`."""
+        return self._handle.tags
+
     def check_filter(self, filter: str) -> None:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
         check_stable(filter)

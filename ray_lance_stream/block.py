@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +29,14 @@ from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
+from ray_lance_stream.storage import CannotOpenError, RefusedError
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import sifted, try_rows, with_left_out
+from ray_lance_stream.unreadable import without_secrets
 from ray_lance_stream.userplan import UserPlan
 
 logger = logging.getLogger("ray_lance_stream")
+T = TypeVar("T")
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
@@ -92,10 +95,13 @@ class BlockBuilder:
             TransformError: The transform fails on the first rows.
             OSError: The storage; without the values of ``storage_options``.
         """
-        with self._without_secrets():
+
+        def opened() -> tuple[PlanHandle, IntArray | None, pa.Table]:
             handle, matching = self._counted(spec)
             plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, matching))
-            probe = self._probe(plan, handle.num_rows, matching, deadly)
+            return handle, matching, self._probe(plan, handle.num_rows, matching, deadly)
+
+        handle, matching, probe = self._reading(opened)
         bytes_per_row = max(1.0, probe.nbytes / probe.num_rows)
         return dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row), matching
 
@@ -106,8 +112,7 @@ class BlockBuilder:
             A handle without a schema, for the rows that are built first, and their ranges, so many times as long; and
             the matching rows.
         """
-        with self._without_secrets():
-            handle, matching = self._counted(spec)
+        handle, matching = self._reading(lambda: self._counted(spec))
         first = self._first_plan(Plan(spec, handle.num_rows, matching), handle.num_rows, matching)
         splits, cycles = _probed(first)
         stop = min(first.layout.rows_per_split, factor * cycles)
@@ -150,8 +155,7 @@ class BlockBuilder:
         """
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
-        with self._without_secrets():
-            block, stats = self._build(plan, ranges, deadly)
+        block, stats = self._reading(lambda: self._build(plan, ranges, deadly))
         if isinstance(block, Sifted):
             if isinstance(block.rows, pa.Table) and self._fixes_schema:
                 block.rows = cast_to(block.rows, handle.schema)
@@ -281,18 +285,33 @@ class BlockBuilder:
         table.take(rows[rows < table.num_rows], self._recipe.columns)
 
     def open_table(self, version: int) -> ReadableTable:
-        """Opens a version of the table, or finds it open."""
-        return self._tables.get(version, lambda: self._recipe.table.open(version))
+        """Opens a version of the table, or finds it open.
 
-    @contextmanager
-    def _without_secrets(self) -> Iterator[None]:
-        """Object stores quote URLs and headers in their errors, and errors travel to logs."""
+        Raises:
+            OSError: It could not be opened because of the storage: the driver has opened it, so this may pass.
+        """
         try:
-            yield
-        except OSError as error:
-            if self._recipe.table.shown(error) is not None:
+            return self._tables.get(version, lambda: self._recipe.table.open(version))
+        except CannotOpenError as error:
+            if error.may_pass:
+                raise OSError(str(error)) from error.__cause__
+            raise
+
+    def _reading(self, read: Callable[[], T]) -> T:
+        """Does something that reads; once more, with the table opened anew, if ``connection_factory`` can renew it."""
+        ref = self._recipe.table
+        renewable = ref.connection_factory is not None
+        try:
+            with without_secrets(ref, renewable=renewable):
+                return read()
+        except RefusedError:
+            if not renewable:
                 raise
-            raise OSError(self._recipe.table.without_secrets(str(error))) from None
+            self._tables.forget()
+            if ref.live is not None:  # it has the credentials that are refused
+                self._recipe = dataclasses.replace(self._recipe, table=dataclasses.replace(ref, live=None))
+        with without_secrets(ref, renewable=renewable):
+            return read()
 
     def _table(self, spec: PlanSpec) -> ReadableTable:
         table = self.open_table(spec.table.version)

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from ray_lance_stream.errors import ConfigError, StateError, explain, shown
+from ray_lance_stream.redacting import hidden, in_uri, shown_uri
 from ray_lance_stream.state import StreamState, merge_states
 from ray_lance_stream.topology import Replica
 
@@ -24,6 +26,7 @@ _KIND: Final = "ray_lance_stream.checkpoint"
 _VERSION: Final = 1
 _LIST_OF_NUMBERS: Final = re.compile(r"\[\n[\s\d,-]*\]")
 _MAX_BYTES: Final = 256 * 1024 * 1024  # larger than any state; a foreign file is not read into memory
+_SHOWN_RANKS: Final = 16
 _EARLIER: Final = "resume from an earlier checkpoint of the run (the directories beside it)"
 
 Streams = dict[str, StreamState]
@@ -39,11 +42,11 @@ def locate(path: str | Path) -> tuple[pafs.FileSystem, str]:
             raise ConfigError(
                 explain(
                     "this is no URI of a checkpoint",
-                    found=f"{text} ({error})",
+                    found=f"{shown_uri(text)} ({hidden(str(error), in_uri(text))})",
                     expected="a path, or a URI such as s3://bucket/runs/name/checkpoint",
                     remedy="correct it; a ray.train.Checkpoint carries its file system with it",
                 )
-            ) from error
+            ) from (None if in_uri(text) else error)
         return filesystem, inner
     return pafs.LocalFileSystem(), str(Path(text).expanduser().resolve())
 
@@ -149,13 +152,16 @@ def _merged(directory: str, ranks: list[Saved]) -> Saved:
             streams[name] = by_itself[0]  # of the lowest rank, as where there is a state manager
             continue
         parts = {saved.parts[name] for saved in ranks if name in saved.parts}
-        missing = set(range(max((part.dp_size for part in parts), default=0))) - {part.dp_rank for part in parts}
-        if missing:
+        size = max((part.dp_size for part in parts), default=0)
+        there = {part.dp_rank for part in parts}
+        if len(there) < size:  # a file may claim any size: nothing of that length is made
+            missing = list(islice((rank for rank in range(size) if rank not in there), _SHOWN_RANKS))
             raise StateError(
                 explain(
                     f"the state of stream {name!r} in {directory} is not complete: its replicas consume their splits "
                     "unevenly, and some of their states are not there",
-                    found=f"none of the replicas {sorted(missing)}",
+                    found=f"none of the replicas {missing}"
+                    + (f" and {size - len(there) - len(missing)} more" if size - len(there) > len(missing) else ""),
                     expected="a file of every replica, as they were written",
                     remedy=_EARLIER,
                 )
@@ -175,8 +181,8 @@ def _read_file(filesystem: pafs.FileSystem, path: str) -> Saved:
     with filesystem.open_input_stream(path) as source:
         data = source.read()
     try:
-        content: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content: Any = strict_json(data)
+    except ValueError as error:
         raise _damaged(path, f"{len(data)} bytes that are not JSON ({type(error).__name__})") from error
     if not isinstance(content, dict) or content.get("kind") != _KIND or not isinstance(content.get("streams"), dict):
         raise _damaged(path, "JSON that this package did not write")
@@ -199,8 +205,34 @@ def _read_file(filesystem: pafs.FileSystem, path: str) -> Saved:
         raise StateError(f"{path}: {error}") from error
     except (AttributeError, TypeError, ValueError) as error:  # a ConfigError is a ValueError
         raise _damaged(path, f"no list of the replicas whose states these are: {shown(content['parts'])}") from error
+    for name, part in parts.items():
+        if name not in streams or part.dp_size > streams[name].provenance.order.num_splits:
+            raise _damaged(path, f"no list of the replicas whose states these are: {shown(content['parts'])}")
     run = content.get("run")
     return Saved(streams=streams, stamp=(stamp[0], stamp[1]), run=run if isinstance(run, str) else None, parts=parts)
+
+
+def strict_json(data: bytes) -> Any:
+    """Returns what JSON says, without what only Python reads: NaN, infinity, and keys that stand there twice.
+
+    Raises:
+        ValueError: It is not JSON, or is nested deeper than anything that was saved.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_each_once, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def _damaged(path: str, found: str, remedy: str | None = None) -> StateError:

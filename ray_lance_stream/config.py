@@ -33,7 +33,8 @@ class PrefetchConfig:
         label_selector: Ray node labels, e.g. ``{"pool": "data"}``. Without one, and without
             ``resources``, prefetchers go to nodes labelled ``pool=data`` if there are any, else to CPU
             nodes, else to any node with CPUs.
-        runtime_env: Ray runtime environment of the prefetchers; by default the job's.
+        runtime_env: Ray runtime environment of the prefetchers; by default the job's. No place for credentials: Ray
+            lists it to whoever asks.
         max_buffer_bytes: Most bytes of blocks requested and not yet handed over, for the whole stream;
             each training worker gets an equal part. Exceptions: a worker may always have one block and the
             blocks of the step under way; blocks not yet built count at their expected size, so that rows
@@ -115,7 +116,7 @@ class StreamConfig:
             raise ConfigError(
                 explain(
                     "drop_last or prefetch is not valid",
-                    found=f"drop_last={self.drop_last!r}, prefetch={self.prefetch!r}",
+                    found=f"drop_last={self.drop_last!r}, prefetch of type {type(self.prefetch).__name__}",
                     expected="True or False, and a PrefetchConfig",
                     remedy="pass prefetch=PrefetchConfig(num_actors=...)",
                 )

@@ -14,7 +14,8 @@ from ray_lance_stream.errors import ConfigError, LockstepError, MissingStateErro
 from ray_lance_stream.plan import require_int
 from ray_lance_stream.state import StreamState, merge_state_dicts, merge_states
 
-_NAME: Final = re.compile(r"rank (\d+)(?: of (\d+))?")
+_MAX_SHOWN: Final = 400  # characters of names in a message
+_NAME: Final = re.compile(r"rank ([0-9]{1,9})(?: of ([0-9]{1,9}))?")
 
 
 class HasState(Protocol):
@@ -138,12 +139,12 @@ def load_rank_states(directory: str | Path) -> dict[str, Any]:
     sizes = {size for _, size in seats.values()}
     ranks = {int(rank) for rank, _ in seats.values()}
     size = next(iter(sizes), None)
-    expected = set(range(max(ranks, default=0) + 1 if size is None else int(size)))
-    if len(seats) < len(streams) or len(sizes) > 1 or ranks != expected:
+    count = max(ranks, default=0) + 1 if size is None else int(size)  # a file may claim any: no set is made of it
+    if len(seats) < len(streams) or len(sizes) > 1 or len(ranks) != count or max(ranks) >= count:
         raise StateError(
             explain(
                 f"the files in {directory} are not those of one save",
-                found=", ".join(sorted(streams)),
+                found=", ".join(sorted(streams))[:_MAX_SHOWN],
                 expected="one file of every rank of one run",
                 remedy="save every step to a directory of its own, and resume from one that is complete",
             )

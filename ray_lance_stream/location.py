@@ -17,7 +17,10 @@ from ray_lance_stream.apisource import ApiSource, source_of
 from ray_lance_stream.apitable import is_remote
 from ray_lance_stream.errors import ConfigError, TableVersionError, explain
 from ray_lance_stream.readable import ReadableTable, listed, version_gone
+from ray_lance_stream.redacting import hidden, in_environment, in_function, in_uri, named, shown_uri
+from ray_lance_stream.storage import CannotOpenError, is_trouble
 from ray_lance_stream.table import PinnedTable, present_versions
+from ray_lance_stream.unreadable import not_local, remote
 
 if TYPE_CHECKING:
     import lancedb
@@ -118,9 +121,10 @@ class TableRef:
 
     def __repr__(self) -> str:
         options = None if self.storage_options is None else dict.fromkeys(self.storage_options, "***")
+        uri, factory = None if self.uri is None else shown_uri(self.uri), self.connection_factory
         return (
-            f"TableRef(uri={self.uri!r}, name={self.name!r}, storage_options={options}, "
-            f"connection_factory={self.connection_factory!r})"
+            f"TableRef(uri={uri!r}, name={self.name!r}, storage_options={options}, "
+            f"connection_factory={None if factory is None else named(factory)})"
         )
 
     def open(self, version: int | None = None) -> ReadableTable:
@@ -191,6 +195,8 @@ class TableRef:
                 return lance.dataset(self.dataset_uri, storage_options=self._options())
             if self.connection_factory is not None:
                 table = self.connection_factory(self.name)
+                options = getattr(getattr(table, "_conn", None), "storage_options", None)
+                self._secrets.update(map(str, (options or {}).values()))
             else:
                 database = self._connect()
                 table = database.open_table(self.name, namespace_path=list(self.namespace) or None)
@@ -205,7 +211,7 @@ class TableRef:
         except ConfigError:
             raise
         except NotImplementedError:
-            raise _not_local(self.name) from None
+            raise not_local(self.name) from None
         except Exception as error:
             missing = None if database is None else self._missing(database)
             raise missing or self._cannot_open(error) from self.shown(error)
@@ -213,7 +219,7 @@ class TableRef:
     def _connect(self) -> lancedb.DBConnection:
         uri = str(self.uri)
         if uri.startswith("db://"):
-            raise _remote(self.name)
+            raise remote(self.name)
         if "://" not in uri and not os.path.isdir(uri):
             # lancedb.connect would create the directory: a typing error must not leave a database behind.
             raise ConfigError(
@@ -243,14 +249,14 @@ class TableRef:
         return ConfigError(
             explain(
                 f"table {self.name!r} does not exist",
-                found=f"these tables in {self.uri}: {listed(names)}",
+                found=f"these tables in {shown_uri(str(self.uri))}: {listed(names)}",
                 expected="the name of one of them",
                 remedy=f"did you mean {' or '.join(map(repr, near))}" if near else "check uri and the table's name",
             )
         )
 
-    def _cannot_open(self, error: Exception) -> ConfigError:
-        return ConfigError(
+    def _cannot_open(self, error: Exception) -> CannotOpenError:
+        made = CannotOpenError(
             explain(
                 f"table {self.name!r} cannot be opened",
                 found=self.without_secrets(f"{type(error).__name__}: {error}"),
@@ -258,14 +264,21 @@ class TableRef:
                 remedy="check connection_factory" if self.uri is None else "check uri and storage_options",
             )
         )
+        made.may_pass = is_trouble(error)
+        return made
 
     def without_secrets(self, text: str) -> str:
-        """Returns ``text`` with ``***`` for every value of ``storage_options``, and for a server's API key."""
+        """Returns ``text`` with ``***`` for credentials.
+
+        Those are the values of ``storage_options``, a server's API key, user and password of a URI, what
+        ``connection_factory`` carries under names of secrets, and what the environment does.
+        """
         values = {str(value) for value in (self.storage_options or {}).values()} | self._secrets
-        for value in sorted(values - {"true", "false"}, key=len, reverse=True):
-            if len(value) > 3:  # "1" and the like are no secrets, and would eat the message
-                text = text.replace(value, "***")
-        return text
+        for uri in (self.uri, self.dataset_uri):
+            values |= in_uri(uri or "")
+        if self.connection_factory is not None:
+            values |= in_function(self.connection_factory)
+        return hidden(text, values | in_environment())
 
     def shown(self, error: Exception) -> Exception | None:
         """Returns the error to chain; None if a traceback with its text, or its causes', would show a secret."""
@@ -275,27 +288,3 @@ class TableRef:
                 return None
             link = link.__cause__ or link.__context__
         return error
-
-
-def _not_local(name: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"table {name!r} does not give access to its Lance files",
-            found="neither files nor a table of LanceDB's synchronous API",
-            expected="a table opened with lancedb.connect",
-            remedy="pass the uri of the storage itself, e.g. s3://bucket/path",
-        )
-    )
-
-
-def _remote(name: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"the uri of table {name!r} does not give access to its server",
-            found="a remote (db://) database, without an API key",
-            expected="a function that connects",
-            remedy="pass connection_factory=, e.g. lambda name: "
-            "lancedb.connect('db://...', api_key=os.environ['LANCEDB_API_KEY']).open_table(name), instead of uri; "
-            "or the uri of the storage itself, e.g. s3://bucket/path",
-        )
-    )

@@ -76,8 +76,8 @@ def pickled(recipe: BlockRecipe, dumps: Callable[[Any], bytes]) -> bytes:
         raise ConfigError(
             explain(
                 "connection_factory cannot be pickled",
-                found=f"{type(error).__name__}: {error}",
+                found=recipe.table.without_secrets(f"{type(error).__name__}: {error}"),
                 expected="a function that other processes can import or rebuild",
                 remedy="open connections inside the function, and keep none in its closure",
             )
-        ) from error
+        ) from recipe.table.shown(error)

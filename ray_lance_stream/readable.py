@@ -231,7 +231,7 @@ def version_gone(name: str, version: int, present: Sequence[int]) -> TableVersio
             found=f"versions {listed(ranges[::-1])}",
             expected=f"version {version}",
             remedy="restore the table from a copy that has this version, or start afresh on a version that "
-            "exists; to keep versions alive, tag them or clean up later than the run ends",
+            "exists; LanceStream(protect_version='the run') keeps the version of the next run alive",
         )
     )
 

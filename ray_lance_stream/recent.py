@@ -28,3 +28,8 @@ class Recent(OrderedDict[K, V]):
                     self.popitem(last=False)
             self.move_to_end(key)
             return self[key]
+
+    def forget(self) -> None:
+        """Drops all values: they are made anew when they are asked for."""
+        with self._lock:
+            self.clear()

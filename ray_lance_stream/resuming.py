@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from pyarrow import fs as pafs
 
-from ray_lance_stream.checkpoint import Streams, locate, read_saved, read_streams
+from ray_lance_stream.checkpoint import Streams, locate, read_saved, read_streams, strict_json
 from ray_lance_stream.errors import LanceStreamError, MissingStateError, StateError, StateMismatchError, explain
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
@@ -143,10 +142,16 @@ def _reported(filesystem: pafs.FileSystem, run: str) -> dict[str, int]:
     """Returns the run's checkpoints by name, with the number of the report; none if Ray Train does not tell."""
     try:
         with filesystem.open_input_stream(f"{run}/{_SNAPSHOT}") as source:
-            snapshot: Any = json.loads(source.read())
+            snapshot: Any = strict_json(source.read())
         names = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"]]
         return dict(zip(names, map(int, snapshot["checkpoint_report_indices"]), strict=True))
-    except (OSError, ValueError, KeyError, TypeError):  # no run of Ray Train, or of a version that writes otherwise
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ):  # no run of Ray Train, or of a version that writes otherwise
         return {}
 
 

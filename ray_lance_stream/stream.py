@@ -73,6 +73,11 @@ class LanceStream:
             it from about 1 % of the rows, and a state brings its own. Splits of fewer tokens are padded, tokens beyond
             are left out.
         version: Pin this table version; by default the latest now, or the one a resumed state names.
+        protect_version: Tags the version in the table, so that no clean-up removes it while checkpoints refer to it:
+            clean-ups then leave it, or end with an error that names the tag. Pass the run's name, which the tag
+            carries, so that the run finds its own when it is started again; True makes a name up. Tagged is the version
+            that the stream is built on: the latest, ``version``, or that of ``resume_from``. The tag stays until
+            ``ray-lance-stream release`` removes it. Needs a table that may be written to.
         storage_options: As for ``lancedb.connect``; never shown or stored in checkpoints.
         connection_factory: Instead of ``uri``: called with the table's name in every process that reads,
             returns the open table, remote ones (``db://``) included. For credentials that must not travel.
@@ -120,6 +125,7 @@ class LanceStream:
         pad_id: int | None = None,
         blocks_per_epoch: int | Literal["auto"] | None = None,
         version: int | None = None,
+        protect_version: bool | str = False,
         storage_options: Mapping[str, str] | None = None,
         connection_factory: Callable[[str], Any] | None = None,
         prefetch: PrefetchConfig | None = None,
@@ -154,8 +160,10 @@ class LanceStream:
         # Imported here: Ray Train's controller unpickles streams, and has no use for Lance.
         from ray_lance_stream.location import TableRef
         from ray_lance_stream.opening import block_recipe, pickled, saved_version
+        from ray_lance_stream.tags import check_protect, protect
         from ray_lance_stream.tokens import with_estimate
 
+        check_protect(protect_version)
         ref = TableRef(
             uri=None if uri is None else str(uri),
             name=table,
@@ -216,6 +224,10 @@ class LanceStream:
         dumps: Any = cloudpickle.dumps  # untyped
         self._recipe = pickled(recipe, dumps)
         self._table_text = str(ref)
+        self._tag: str | None = None
+        if protect_version is not False:
+            run = self._config.stream_id if protect_version is True else protect_version
+            self._tag = protect(opened, ref, run)
         self._run_stream: Any = None
 
     @property
@@ -228,6 +240,11 @@ class LanceStream:
         """What blocks are made of."""
         recipe: BlockRecipe = cloudpickle.loads(self._recipe)
         return recipe
+
+    @property
+    def version_tag(self) -> str | None:
+        """Name of the tag that protects the table version, with ``protect_version``."""
+        return self._tag
 
     @property
     def schema(self) -> pa.Schema:

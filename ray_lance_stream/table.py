@@ -29,6 +29,7 @@ from ray_lance_stream.readable import (
     version_gone,
 )
 from ray_lance_stream.rownumbers import RowNumbers, fingerprint, gathered
+from ray_lance_stream.storage import is_trouble
 
 _FRAGMENT_READERS: Final = 16
 
@@ -73,6 +74,11 @@ class PinnedTable:
     def __repr__(self) -> str:
         return f"PinnedTable({self._ref.name!r}, version={self.version}, num_rows={self.num_rows})"
 
+    @property
+    def tags(self) -> Any:
+        """Lance's tags of the table; see :mod:`ray_lance_stream.tags`."""
+        return self._dataset.tags
+
     def check_filter(self, filter: str) -> None:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
         check_stable(filter)
@@ -82,7 +88,7 @@ class PinnedTable:
                 try:
                     self._dataset.scanner(columns=[], filter=text, with_row_address=True).explain_plan()
                 except ValueError as error:
-                    raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
+                    raise self._bad_filter(filter, error) from self._ref.shown(error)
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Raises ConfigError if a column does not exist."""
@@ -95,7 +101,7 @@ class PinnedTable:
             try:
                 return int(self._dataset.count_rows(filter=filter))
             except ValueError as error:
-                raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
+                raise self._bad_filter(filter, error) from self._ref.shown(error)
 
     def matching_rows(self, filter: str) -> NDArray[np.int64]:
         """Returns the row numbers of the rows that satisfy a SQL condition, ascending; maybe none.
@@ -112,7 +118,7 @@ class PinnedTable:
                 batches = scanner.to_batches()
                 rows = gathered(numbers.from_addresses(batch.column("_rowaddr").to_numpy()) for batch in batches)
             except ValueError as error:
-                raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
+                raise self._bad_filter(filter, error) from self._ref.shown(error)
         if not ascending(rows):
             rows.sort()  # an index may answer in an order of its own
         return rows
@@ -237,17 +243,29 @@ class PinnedTable:
                 position += batch.num_rows
         return np.concatenate(found)
 
+    def _bad_filter(self, filter: str, error: ValueError) -> Exception:
+        return error if is_trouble(error) else bad_filter(filter, error, self._ref, self.schema)
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turns a failed read into a TableVersionError if the version is gone; all else may pass by itself."""
+        """Turns a failed read into a TableVersionError if the version is gone; all else may pass by itself.
+
+        Errors of the storage, whatever their type, become OSErrors without credentials.
+        """
         try:
             yield
-        except OSError as error:
+        except LanceStreamError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            if not isinstance(error, OSError) and not is_trouble(error):
+                raise
             present = present_versions(self._dataset)
             missing = present is not None and self.version not in present
             if missing or ("not found" in str(error).lower() and self._was_replaced()):
                 raise version_gone(self._ref.name, self.version, present or []) from self._ref.shown(error)
-            raise
+            if isinstance(error, OSError) and self._ref.shown(error) is not None:
+                raise
+            raise OSError(self._ref.without_secrets(str(error))) from self._ref.shown(error)
 
     def _was_replaced(self) -> bool:
         """Whether the version's number now belongs to other data: the table was dropped and created anew."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import ray.train
 from ray.exceptions import RayError
@@ -15,21 +15,54 @@ from ray.train import Checkpoint
 from ray_lance_stream.checkpoint import FILE_NAME, Saved, Streams, read_saved
 from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.session import RayLink, Session
+from ray_lance_stream.cluster.source import RaySource
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import MissingStateError, StateError, StateMismatchError, explain
+from ray_lance_stream.errors import (
+    ConfigError,
+    LanceStreamError,
+    MissingStateError,
+    StateError,
+    StateMismatchError,
+    TableVersionError,
+    explain,
+)
 from ray_lance_stream.link import open_shards
+from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.position import Position
 from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.request import PlanHandle
 from ray_lance_stream.resuming import with_way_back
+from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.storage import CannotOpenError
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
+# Of a table: its version was cleaned up, it was dropped and made anew, it lacks rows or columns.
+_FINAL: Final = (StateMismatchError, TableVersionError, ConfigError)
+
+
+class _RunSource(RaySource):
+    """Tells the run of a plan that cannot be opened now, nor after any restart of the worker group."""
+
+    refused: Callable[[LanceStreamError], None] | None = None
+
+    def plan(self, spec: PlanSpec) -> PlanHandle:
+        """See ``BlockSource``."""
+        try:
+            return super().plan(spec)
+        except _FINAL as error:
+            # One that cannot be opened from some node may be from another.
+            if self.refused is not None and not isinstance(error, CannotOpenError):
+                self.refused(error)
+            raise
 
 
 class TrainLink(RayLink):
     """Connects a training worker's shard to its run; see ``link.Link``."""
+
+    _source_type = _RunSource
 
     def __init__(self, session: Session, seat: Seat, resume_states: Mapping[str, StreamState] | None = None) -> None:
         super().__init__(session, owned=False)
@@ -38,6 +71,17 @@ class TrainLink(RayLink):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._without_recipe(), self.seat, self.resume_states)
+
+    def open_source(self, config: StreamConfig, seat: Seat) -> BlockSource:
+        """See ``Link``. What the table itself refuses is told to the run, as in :meth:`restored_state`."""
+        source = super().open_source(config, seat)
+        assert isinstance(source, _RunSource)
+        source.refused = self._refuse
+        return source
+
+    def _refuse(self, refusal: LanceStreamError) -> None:
+        with contextlib.suppress(RayError):  # the next start of the workers finds the same
+            answer_of(self.session.manager.refuse.remote(refusal))
 
     def restored_state(self, config: StreamConfig, seat: Seat) -> StreamState | None:
         """See ``Link``: the run's own checkpoint, as it was when this worker started.
@@ -53,8 +97,7 @@ class TrainLink(RayLink):
                 raise
             filesystem: Any = checkpoint.filesystem
             refusal = with_way_back(error, filesystem, checkpoint.path, lambda states: fits(config, seat.name, states))
-            with contextlib.suppress(RayError):  # the next start of the workers finds the same
-                answer_of(self.session.manager.refuse.remote(refusal))
+            self._refuse(refusal)
             raise refusal from error
 
     def opened(self, shard: ShardCore) -> None:

@@ -26,7 +26,7 @@ from ray_lance_stream.cli.main import cli, main
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
 
-COMMANDS = ("convert", "diff", "explain", "inspect", "plan")
+COMMANDS = ("convert", "diff", "explain", "inspect", "plan", "release")
 SECRET = "hush-hush-secret"
 
 

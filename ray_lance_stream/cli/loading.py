@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pyarrow import fs as pafs
 
-from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, read_streams
-from ray_lance_stream.errors import ConfigError, MissingStateError, explain
+from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, read_streams, strict_json
+from ray_lance_stream.errors import ConfigError, MissingStateError, explain, shown
 from ray_lance_stream.state import StreamState
 
 DEFAULT_NAME: Final = "train"
 _STEM: Final = FILE_NAME.removesuffix("json")
 _MAX_BYTES: Final = 256 * 1024 * 1024  # as for checkpoints: a foreign file is not read into memory
+_MAX_SHOWN: Final = 400  # characters of the names of streams
 _MAX_LOOK: Final = 100  # directories looked into for a hint
 
 Stamp = tuple[int, int]
@@ -83,12 +83,31 @@ def one_stream(loaded: Loaded, name: str | None) -> tuple[str, StreamState]:
         raise ConfigError(
             explain(
                 "which stream is meant is not clear" if name is None else f"there is no stream {name!r}",
-                found=f"{sorted(streams)} in {loaded.path}",
+                found=f"{shown(sorted(streams), _MAX_SHOWN)} in {loaded.path}",
                 expected="the name of one of them",
                 remedy="pass --name",
             )
         )
     return name, streams[name]
+
+
+def versions_in(text: str) -> set[int]:
+    """Returns the table versions that a checkpoint refers to, or all the checkpoints that lie in a run's directory.
+
+    Raises:
+        MissingStateError: There is no checkpoint.
+        StateError: One cannot be read: which version it refers to is not known.
+    """
+    filesystem, path = locate(text)
+    streams = read_streams(filesystem, path)
+    found = [] if streams is None else [streams]
+    if streams is None and filesystem.get_file_info(path).type == pafs.FileType.Directory:
+        below = filesystem.get_file_info(pafs.FileSelector(path))
+        inner = [read_streams(filesystem, info.path) for info in below if info.type == pafs.FileType.Directory]
+        found = [one for one in inner if one is not None]
+    if not found:
+        raise MissingStateError(_nothing_there(filesystem, path, filesystem.get_file_info(path)))
+    return {state.provenance.table.version for one in found for state in one.values()}
 
 
 def our_files(filesystem: pafs.FileSystem, directory: str) -> tuple[str, ...]:
@@ -102,8 +121,9 @@ def newest_stamp(filesystem: pafs.FileSystem, directory: str, files: tuple[str, 
     stamps: list[Stamp] = [(0, 0)]
     for name in files:
         with filesystem.open_input_stream(f"{directory}/{name}") as source, suppress(ValueError, TypeError, KeyError):
-            first, second = json.loads(source.read())["stamp"]
-            stamps.append((int(first), int(second)))
+            first, second = strict_json(source.read())["stamp"]
+            if type(first) is int and type(second) is int:
+                stamps.append((first, second))
     return max(stamps)
 
 
@@ -118,8 +138,8 @@ def _state_dict(filesystem: pafs.FileSystem, path: str, size: int | None) -> Str
     with filesystem.open_input_stream(path) as source:
         data = source.read()
     try:
-        content: Any = json.loads(data)
-    except (ValueError, RecursionError):
+        content: Any = strict_json(data)
+    except ValueError:
         return None
     return StreamState.from_dict(content) if isinstance(content, dict) and "kind" not in content else None
 

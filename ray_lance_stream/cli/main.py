@@ -15,6 +15,7 @@ from ray_lance_stream.cli.explain import explain
 from ray_lance_stream.cli.inspect import inspect
 from ray_lance_stream.cli.masking import masked
 from ray_lance_stream.cli.plan import plan
+from ray_lance_stream.cli.release import release
 from ray_lance_stream.errors import LanceStreamError
 
 ERROR: Final = 2  # as click has it for wrong usage; 1 is an answer of `diff`
@@ -78,7 +79,7 @@ def cli() -> None:
     """
 
 
-for command in (inspect, diff, plan, explain, convert):
+for command in (inspect, diff, plan, explain, convert, release):
     cli.add_command(command)
 
 

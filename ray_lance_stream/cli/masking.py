@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
 import click
 
+from ray_lance_stream.redacting import hidden, in_environment, in_uri
+
 _KEY: Final = "ray_lance_stream.cli.secrets"
-_SHORT: Final = 3  # "1" and the like are no secrets, and would eat the message
 
 
 def remember(context: click.Context, values: Iterable[str]) -> None:
@@ -18,19 +18,11 @@ def remember(context: click.Context, values: Iterable[str]) -> None:
 
 
 def remember_uri(context: click.Context, uri: str) -> None:
-    """Notes the user name and password in a URI, if there are any."""
-    try:
-        parts = urlsplit(uri)
-        found = [parts.username or "", parts.password or ""]
-    except ValueError:  # not a URI; whoever opens it says so
-        return
-    remember(context, [text for part in found for text in (part, unquote(part))])
+    """Notes the credentials in a URI, if there are any."""
+    remember(context, in_uri(uri))
 
 
 def masked(context: click.Context, text: str) -> str:
-    """Returns a text with every secret replaced by ``***``."""
+    """Returns a text with every secret replaced by ``***``: those that were noted, and the environment's."""
     secrets: frozenset[str] = context.meta.get(_KEY, frozenset())
-    for value in sorted(secrets - {"true", "false"}, key=len, reverse=True):
-        if len(value) > _SHORT:
-            text = text.replace(value, "***")
-    return text
+    return hidden(text, secrets | in_environment())

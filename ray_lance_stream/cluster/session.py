@@ -172,6 +172,8 @@ class RayLink:
         agreement: How replicas find the common end of an epoch; by default through the session's manager.
     """
 
+    _source_type: type[RaySource] = RaySource
+
     def __init__(self, session: Session, *, owned: bool, agreement: Agreement | None = None) -> None:
         self.session = session
         self._owned = owned
@@ -198,7 +200,9 @@ class RayLink:
         if not self.session.is_alive(config.prefetch.placement_timeout_s):
             raise StreamClosedError("the stream's actors have ended; open the stream again")
         self._partial = config.is_uneven and seat.replica.dp_size > 1
-        source = RaySource(self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s)
+        source = self._source_type(
+            self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s
+        )
         source.keep_reporting(self._holder)
         return source
 
