@@ -200,6 +200,7 @@ class StreamShard(ShardCore):
         position.micro_batch_size = options.micro_batch_size
         with self._lock:  # another thread may close the shard
             reader = self._reader = self._reader or self._new_reader(steps, options.prefetch_batches)
+            reader.dispatcher.serve(self._clock, f"stream {self.name!r}, rank {self._seat.world_rank}")
         reader.interrupted.clear()
         cut = (steps, self.replica, position, convert, options.micro_batch_size)
         if isinstance(reader, SurvivorReader):

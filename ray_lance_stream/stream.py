@@ -19,7 +19,7 @@ from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import resume_states
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
-from ray_lance_stream.stats import RunProgress
+from ray_lance_stream.stats import RunProgress, StreamStats
 from ray_lance_stream.topology import StepPlan
 from ray_lance_stream.userplan import order_spec, read_plan
 
@@ -297,6 +297,17 @@ class LanceStream:
         from ray_lance_stream.cluster.session import progress_of
 
         return progress_of(self._config.stream_id, timeout_s)
+
+    def stats(self, timeout_s: float = 5.0) -> StreamStats:
+        """Returns what the run of this stream does that was started last, on the cluster this process is connected to.
+
+        Callable on the driver while ``fit()`` runs in another thread, also after it; asks the run's coordinator, which
+        hears of workers and prefetchers once a second. Without a run that answers, all is empty but the verdict.
+        """
+        from ray_lance_stream.cluster.overview import overview
+
+        found = overview(self._config.stream_id, timeout_s)
+        return found.runs[0] if found.runs else StreamStats(verdict="nothing is known: no run of this stream answers")
 
     def close(self) -> None:
         """Ends everything this stream started on the cluster this process is connected to, at once."""
