@@ -84,6 +84,7 @@ class RankStats:
         retries: See :class:`ShardStats`.
         rows_skipped: See :class:`ShardStats`.
         silent_s: Seconds since it was last heard of, usually once a second. Many: its process hangs or is gone.
+            Infinite: only its place is known.
     """
 
     rank: int

@@ -15,6 +15,7 @@ from ray import cloudpickle
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.progress import Progress
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import resume_states
 from ray_lance_stream.shard import StreamShard
@@ -308,6 +309,21 @@ class LanceStream:
 
         found = overview(self._config.stream_id, timeout_s)
         return found.runs[0] if found.runs else StreamStats(verdict="nothing is known: no run of this stream answers")
+
+    def progress(self, epochs: int | None = None) -> Progress:
+        """Shows on the driver where the run stands, for as long as the ``with`` block round ``fit()`` lasts.
+
+        On a terminal one line that is written again, else a line every ten seconds, to standard error. Nothing is shown
+        where the environment has ``RAY_LANCE_STREAM_PROGRESS=0``.
+
+        Args:
+            epochs: How many epochs the run has; without it the bar shows the epoch under way.
+
+        Example:
+            >>> with stream.progress(epochs=12):
+            ...     trainer.fit()
+        """
+        return Progress(self.stats, epochs=epochs)
 
     def close(self) -> None:
         """Ends everything this stream started on the cluster this process is connected to, at once."""

@@ -10,11 +10,13 @@ import click
 
 from ray_lance_stream.cli import options
 from ray_lance_stream.cli.convert import convert
+from ray_lance_stream.cli.dashboard import dashboard
 from ray_lance_stream.cli.diff import diff
 from ray_lance_stream.cli.explain import explain
 from ray_lance_stream.cli.inspect import inspect
 from ray_lance_stream.cli.masking import masked
 from ray_lance_stream.cli.plan import plan
+from ray_lance_stream.cli.status import status
 from ray_lance_stream.errors import LanceStreamError
 
 ERROR: Final = 2  # as click has it for wrong usage; 1 is an answer of `diff`
@@ -66,10 +68,10 @@ def _version(context: click.Context, parameter: click.Parameter, value: bool) ->
 @options.debug
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
 def cli() -> None:
-    """Look at the streams of ray_lance_stream: checkpoints, setups, steps.
+    """Look at the streams of ray_lance_stream: checkpoints, setups, steps, runs.
 
-    Nothing is started and no code from a file is run; Ray is not needed. Checkpoints are given as a path or a URI
-    (s3://bucket/run/checkpoint_000012), databases as for lancedb.connect. Exit codes: 0, or 2 on an error; `diff`
+    Nothing is started and no code from a file is run; `status` alone needs Ray. Checkpoints are given as a path or a
+    URI (s3://bucket/run/checkpoint_000012), databases as for lancedb.connect. Exit codes: 0, or 2 on an error; `diff`
     ends with 1 if the checkpoints differ.
 
     \b
@@ -78,7 +80,7 @@ def cli() -> None:
     """
 
 
-for command in (inspect, diff, plan, explain, convert):
+for command in (inspect, diff, plan, explain, convert, status, dashboard):
     cli.add_command(command)
 
 

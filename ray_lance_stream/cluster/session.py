@@ -155,6 +155,11 @@ def coordinators_of(stream_id: str) -> dict[str, Any]:
     return _actors_of(stream_id, _COORDINATOR)
 
 
+def managers_of(stream_id: str) -> dict[str, Any]:
+    """Returns the living state managers likewise."""
+    return _actors_of(stream_id, _MANAGER)
+
+
 def _actors_of(stream_id: str, kind: str) -> dict[str, Any]:
     """The living actors of a kind of every session of a stream, by session."""
     if not ray.is_initialized():
