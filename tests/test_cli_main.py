@@ -26,7 +26,7 @@ from ray_lance_stream.cli.main import cli, main
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
 
-COMMANDS = ("convert", "dashboard", "diff", "explain", "inspect", "plan", "status")
+COMMANDS = ("bench", "convert", "dashboard", "diff", "explain", "inspect", "plan", "status")
 SECRET = "hush-hush-secret"
 
 

@@ -135,6 +135,7 @@ ORDER = (
     "cli.plan",
     "cli.explain",
     "cli.convert",
+    "cli.bench",
     "cli.dashboard",
     "cli.status",
     "cli.main",

@@ -66,8 +66,13 @@ def test_a_terminal_gets_one_line_again_and_again(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("fast")
 def test_a_log_gets_a_line_now_and_then() -> None:
     out = io.StringIO()
-    looks: list[int] = []
-    with Progress(lambda: looks.append(1) or stats((0, 5)), out=out, log_every_s=0.2):
+    looks: list[StreamStats] = []
+
+    def look() -> StreamStats:
+        looks.append(stats((0, 5)))
+        return looks[-1]
+
+    with Progress(look, out=out, log_every_s=0.2):
         wait_until(lambda: out.getvalue().count("\n") == 2, 5, "a second line")
     assert len(looks) == 3, "the run is asked when it is told of, and at the end"
     assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()

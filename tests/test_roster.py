@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RuntimeEnvSetu
 
 from ray_lance_stream import PrefetchConfig
 from ray_lance_stream.cluster import roster as roster_module
+from ray_lance_stream.cluster.overview import with_places
 from ray_lance_stream.cluster.reports import PoolView, Report
 from ray_lance_stream.cluster.roster import Roster
 from ray_lance_stream.cluster.sightings import Workload
 from ray_lance_stream.cluster.sizing import Load
 from ray_lance_stream.observing import Sight
-from ray_lance_stream.stats import ShardStats
+from ray_lance_stream.stats import RankStats, RunProgress, ShardStats, StreamStats
 from ray_lance_stream.topology import Seat
 
 STARVED = Load(waited=1.0, requests=100.0)
@@ -352,6 +354,16 @@ def test_it_tells_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (world.roster.stats().ranks, world.roster.stats().world_size, world.roster.stats().run) == ((), 0, "r")
 
     play(monkeypatch, PrefetchConfig(num_actors=2), story)
+
+
+def test_the_manager_knows_places_first() -> None:
+    run = StreamStats(
+        world_size=2, ranks=(RankStats(rank=0, epoch=1, step=4, rows=9), RankStats(rank=1, epoch=1, step=6))
+    )
+    progress = RunProgress(name="train", world_size=3, ranks={0: (2, 0), 1: (1, 5), 2: (1, 6)})
+    found = with_places(run, progress)
+    assert [(r.rank, r.epoch, r.step, r.rows) for r in found.ranks] == [(0, 2, 0, 9), (1, 1, 6, 0), (2, 1, 6, 0)]
+    assert (found.stream, found.world_size, found.ranks[2].silent_s) == ("train", 2, math.inf)
 
 
 def sight(**numbers: float) -> Sight:

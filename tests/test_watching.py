@@ -223,17 +223,19 @@ def test_status_says_who_waits_for_what(run: Run) -> None:
     assert re.search(r"^ +1 +building +\d+% ", shown.stdout, re.M)
 
 
-def test_the_readmes_commands(run: Run) -> None:
+def test_the_readmes_commands(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of its section on runs, with the name of this one."""
     text = Path(__file__).parent.parent.joinpath("README.md").read_text()
     (block,) = re.findall(r"^<!-- watch -->\n```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    lines = block.replace("digits", RUN).splitlines()
-    assert len(lines) > 3
-    for line in lines:
-        program, *arguments = line.partition(" > ")[0].split()
+    monkeypatch.chdir(tmp_path)
+    session = run.stream.stats().session
+    for line in block.splitlines():
+        program, *arguments = line.replace("digits", RUN).split()
         done = command(*arguments)
         assert (program, done.exit_code, done.stderr) == ("ray-lance-stream", 0, "")
-        assert run.stream.stats().session in done.stdout or "lance_stream" in done.stdout
+        assert session in done.stdout or arguments[0] == "dashboard"
+    (written,) = tmp_path.iterdir()
+    assert written.read_text() == command("dashboard").stdout and len(block.splitlines()) == 4
 
 
 def test_progress_follows_the_run(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 
 import click
 
@@ -10,15 +11,19 @@ from ray_lance_stream.cli import options
 
 
 @click.command(short_help="Print a Grafana dashboard of the metrics.")
+@click.option("--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it there instead.")
 @options.debug
-def dashboard() -> None:
+def dashboard(output: str | None) -> None:
     """Print a Grafana dashboard of the metrics that runs serve on Ray's Prometheus endpoints, as JSON to import.
 
     \b
     Example:
-      ray-lance-stream dashboard > lance_stream.json
+      ray-lance-stream dashboard --output lance_stream.json
     """
-    click.echo(dashboard_text(), nl=False)
+    if output is None:
+        click.echo(dashboard_text(), nl=False)
+    else:
+        Path(output).write_text(dashboard_text(), encoding="utf-8")
 
 
 def dashboard_text() -> str:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from ray_lance_stream.cli import options
+from ray_lance_stream.cli.bench import bench
 from ray_lance_stream.cli.convert import convert
 from ray_lance_stream.cli.dashboard import dashboard
 from ray_lance_stream.cli.diff import diff
@@ -70,9 +71,9 @@ def _version(context: click.Context, parameter: click.Parameter, value: bool) ->
 def cli() -> None:
     """Look at the streams of ray_lance_stream: checkpoints, setups, steps, runs.
 
-    Nothing is started and no code from a file is run; `status` alone needs Ray. Checkpoints are given as a path or a
-    URI (s3://bucket/run/checkpoint_000012), databases as for lancedb.connect. Exit codes: 0, or 2 on an error; `diff`
-    ends with 1 if the checkpoints differ.
+    Nothing is started and no code from a file is run, except the transform that is given to `bench`; `status` alone
+    needs a running Ray. Checkpoints are given as a path or a URI (s3://bucket/run/checkpoint_000012), databases as for
+    lancedb.connect. Exit codes: 0, or 2 on an error; `diff` ends with 1 if the checkpoints differ.
 
     \b
     Example:
@@ -80,7 +81,7 @@ def cli() -> None:
     """
 
 
-for command in (inspect, diff, plan, explain, convert, status, dashboard):
+for command in (inspect, diff, plan, explain, convert, status, dashboard, bench):
     cli.add_command(command)
 
 

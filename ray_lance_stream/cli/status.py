@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -68,7 +68,9 @@ def _nothing(run: str | None, found: Overview) -> MissingStateError:
 
 def _shown(stats: StreamStats) -> str:
     run = f"run {text.printable(stats.run)}" if stats.run else "outside Ray Train"
-    title = f"{run}, stream {text.printable(stats.stream) or '(not opened yet)'} ({stats.session})"
+    title = f"{run}, stream {text.printable(stats.stream)} ({stats.session})"
+    if not stats.stream:
+        title = f"a stream that no worker has opened yet ({stats.session})"
     restarts = f", restarted {text.plural(stats.restarts, 'time')}" if stats.restarts else ""
     facts = [
         ("workers", f"{stats.world_size}{restarts}"),
@@ -128,5 +130,5 @@ def _prefetchers(prefetchers: Sequence[PrefetcherStats]) -> str:
     return text.table(("prefetcher", "state", "busy", "rows", "reading", "transform", "node"), rows, left=(1, 6))
 
 
-def _times(prefetcher: PrefetcherStats) -> tuple[Any, Any]:
+def _times(prefetcher: PrefetcherStats) -> tuple[str, str]:
     return f"{prefetcher.take_s:.1f} s", f"{prefetcher.transform_s:.1f} s"

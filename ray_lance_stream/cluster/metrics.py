@@ -6,6 +6,7 @@ start of a process, so a restarted one begins at 0 again, which Prometheus' ``ra
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -68,16 +69,18 @@ class _Told:
             for name, (text, of) in gauges.items()
         ]
         self._totals = [0.0] * len(self._counters)
+        self._lock = threading.Lock()  # whoever closes a shard tells what its reports have not
 
     def tell(self, of: Any, tags: dict[str, str]) -> None:
         """Records what a thing shows now."""
-        for index, (counter, total_of) in enumerate(self._counters):
-            total = float(total_of(of))
-            if total > self._totals[index]:
-                counter.inc(total - self._totals[index], tags=tags)
-                self._totals[index] = total
-        for gauge, value_of in self._gauges:
-            gauge.set(float(value_of(of)), tags=tags)
+        with self._lock:
+            for index, (counter, total_of) in enumerate(self._counters):
+                total = float(total_of(of))
+                if total > self._totals[index]:
+                    counter.inc(total - self._totals[index], tags=tags)
+                    self._totals[index] = total
+            for gauge, value_of in self._gauges:
+                gauge.set(float(value_of(of)), tags=tags)
 
 
 class RankMetrics:

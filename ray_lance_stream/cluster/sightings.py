@@ -115,9 +115,8 @@ class Sightings:
 
     def keep(self, holders: Sequence[str], prefetchers: Sequence[str]) -> None:
         """Forgets all others."""
-        for seen, names in ((self._consumers, holders), (self._workloads, prefetchers)):
-            for gone in set(seen) - set(names):
-                del seen[gone]  # type: ignore[attr-defined]
+        self._consumers = {name: seen for name, seen in self._consumers.items() if name in holders}
+        self._workloads = {name: seen for name, seen in self._workloads.items() if name in prefetchers}
 
     def begin(self) -> None:
         """Forgets the consumers of earlier worker groups."""
