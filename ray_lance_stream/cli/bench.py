@@ -81,7 +81,7 @@ def bench(
 
     \b
     Example:
-      ray-lance-stream bench /data/db images --columns image,label --transform decoding:decode
+      ray-lance-stream bench /data/db images --transform decoding:decode
     """
     from ray_lance_stream.stream import LanceStream
 
