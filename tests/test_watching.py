@@ -82,8 +82,8 @@ def run(cluster: None, tables: Tables, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_what_the_driver_sees(run: Run) -> None:
-    wait_until(lambda: sum(p.rows for p in run.stream.stats().prefetchers) > 100, 60, "a hundred rows")
-    wait_until(lambda: all(rank.wait_p50_s for rank in run.stream.stats().ranks), 60, "batches that were waited for")
+    said = "the transform is the limit"
+    wait_until(lambda: said in run.stream.stats().verdict, 60, "what the limit is is known")
     stats = run.stream.stats()
     assert (stats.run, stats.stream, stats.world_size, stats.restarts) == (RUN, "train", 2, 1)
     assert stats.session.startswith(run.stream.config.stream_id)
@@ -102,8 +102,9 @@ def test_what_the_driver_sees(run: Run) -> None:
         assert prefetcher.take_s > 0 and 0.3 < prefetcher.busy_share <= 1 and prefetcher.take_share < 0.5
     assert stats.slowest is not None and stats.wait_share == stats.slowest.wait_share
     assert 0 < stats.rows_per_s < 4 / ROW_S and stats.epoch_and_step > (0, 0)
-    assert "trainers wait" in stats.verdict and "the transform is the limit" in stats.verdict, stats.verdict
-    assert "more prefetchers would hide it" in stats.verdict
+    assert re.fullmatch(
+        rf"trainers wait \d+ % for data; {said}; .*\d+ more prefetchers? would hide it.*", stats.verdict
+    )
 
 
 def test_a_wait_names_its_block_and_who_was_asked(run: Run) -> None:

@@ -104,6 +104,9 @@ class Sightings:
         seat = seen.sight.seat
         self.run, self.stream = seen.run, seat.name
         self.world_size, self.restarts = seat.world_size, seat.restarts
+        if not self._consumers:  # until now there was nothing to do, which says nothing of how busy the pool is
+            for recent in self._workloads.values():
+                recent.forget_all_but_last()
         self._consumers.setdefault(holder, _Recent()).add(now, seen)
 
     def prefetcher(self, name: str, workload: Workload, now: float) -> None:
