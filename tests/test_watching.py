@@ -27,7 +27,7 @@ from ray_lance_stream import LanceStream, PrefetchConfig
 from ray_lance_stream.progress import Progress
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster")]
-ROWS, RUN, TRAIN_S = 400, "watched-run", 0.02
+ROWS, RUN, TRAIN_S = 4000, "watched-run", 0.02
 # 8 rows take 0.16 s of a prefetcher, while a trainer would take them in 0.02 s.
 ROW_S = 0.02
 SMALL = PrefetchConfig(num_actors=2, block_bytes=300, max_buffer_bytes=8000, placement_timeout_s=120, idle_timeout_s=20)
@@ -219,7 +219,7 @@ def test_status_says_who_waits_for_what(run: Run) -> None:
     assert f"run {RUN}, stream train ({told['session']})\n" in shown.stdout
     assert "restarted 1 time" in shown.stdout and "trainers wait" in shown.stdout
     assert re.search(
-        r"^ +0 +0 +\d+/50 .* s +\w{8} +positions \d+ to \d+ of splits 0 to 2, asked of [01]", shown.stdout, re.M
+        r"^ +0 +\d+ +\d+/500 .* s +\w{8} +positions \d+ to \d+ of splits 0 to 2, asked of [01]", shown.stdout, re.M
     )
     assert re.search(r"^ +1 +building +\d+% ", shown.stdout, re.M)
 
@@ -243,7 +243,7 @@ def test_progress_follows_the_run(run: Run) -> None:
     out = io.StringIO()
     with Progress(run.stream.stats, out=out, log_every_s=0.5):
         wait_until(lambda: out.getvalue().count("\n") >= 3, 30, "lines")
-    line = r" +\d+ s  epoch \d+, step \d+/50  \d+ rows/s  \d+% waiting  2 workers  2 prefetchers  1 restart"
+    line = r" +\d+ s  epoch \d+, step \d+/500  \d+ rows/s  \d+% waiting  2 workers  2 prefetchers  1 restart"
     assert all(re.fullmatch(line, shown) for shown in out.getvalue().splitlines()), out.getvalue()
 
 
