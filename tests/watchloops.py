@@ -13,13 +13,13 @@ import ray.train
 
 
 class Sleepy:
-    """A transform of some milliseconds a row, and of half a minute while a file is there."""
+    """A transform of some milliseconds a row, which stands still while a file is there."""
 
     def __init__(self, row_s: float, frozen: Path) -> None:
         self._row_s, self._frozen = row_s, frozen
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120  # should a test not take the file away
         while self._frozen.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(self._row_s * batch.num_rows)  # stands for work
