@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ray.util import metrics as ray_metrics
 
 from ray_lance_stream.cluster.sightings import Workload
-from ray_lance_stream.observing import Sight
+from ray_lance_stream.core import ShardCore
+from ray_lance_stream.observing import Sight, sight_of
 from ray_lance_stream.stats import StreamStats
 
 _TELL_EVERY_S: Final = 1.0
@@ -83,17 +85,23 @@ class _Told:
                 gauge.set(float(value_of(of)), tags=tags)
 
 
-class RankMetrics:
-    """Of one training worker, in its process."""
+class Watch:
+    """Looks at one training worker's shard, in its process, and records what it shows. Does not keep it alive."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run or _OUTSIDE
+    def __init__(self, shard: ShardCore, run: str) -> None:
+        self.run = run
+        self._shard = weakref.ref(shard)
         self._told = _Told(_RANK, RANK_COUNTERS, RANK_GAUGES)
 
-    def tell(self, sight: Sight) -> None:
-        """Records what its shard shows now."""
-        seat = sight.seat
-        self._told.tell(sight, {"run": self._run, "stream": seat.name, "rank": str(seat.world_rank)})
+    def look(self) -> Sight | None:
+        """Returns and records what the shard shows now; None if it is gone."""
+        shard = self._shard()
+        if shard is None:
+            return None
+        sight = sight_of(shard)
+        tags = {"run": self.run or _OUTSIDE, "stream": sight.seat.name, "rank": str(sight.seat.world_rank)}
+        self._told.tell(sight, tags)
+        return sight
 
 
 class PrefetcherMetrics:

@@ -6,7 +6,6 @@ import functools
 import math
 import threading
 import time
-import weakref
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -23,12 +22,11 @@ from ray.exceptions import (
 from ray_lance_stream.cluster.answers import answer_of, cause_of
 from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.meter import Answer
-from ray_lance_stream.cluster.metrics import RankMetrics
+from ray_lance_stream.cluster.metrics import Watch
 from ray_lance_stream.cluster.reports import PoolView, Report, keep_reporting
 from ray_lance_stream.cluster.requests import Request, Requests
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import LanceStreamError, StreamClosedError
-from ray_lance_stream.observing import Sight, sight_of
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import SkippedRow, joined
@@ -63,9 +61,7 @@ class RaySource:
         self._closed = threading.Event()
         self._refreshed_at = time.monotonic()
         self._life = ""  # of the coordinator that was heard of last
-        self._run = ""
-        self._shard: weakref.ref[ShardCore] | None = None
-        self._metrics: RankMetrics | None = None
+        self._watch: Watch | None = None
         self._refresh()
 
     @property
@@ -128,8 +124,8 @@ class RaySource:
 
     def close(self) -> None:
         """See ``BlockSource``. Requests that no prefetcher has begun are withdrawn."""
-        if not self._closed.is_set() and ray.is_initialized():
-            self._sight()  # what the metrics were not told yet
+        if self._watch is not None and not self._closed.is_set() and ray.is_initialized():
+            self._watch.look()  # what the metrics were not told yet
         self._closed.set()
         self._requests.close()
 
@@ -147,14 +143,7 @@ class RaySource:
 
     def look_at(self, shard: ShardCore, run: str) -> None:
         """Reports from now on what this shard shows, too."""
-        self._run, self._metrics, self._shard = run, RankMetrics(run), weakref.ref(shard)
-
-    def _sight(self) -> Sight | None:
-        shard = None if self._shard is None else self._shard()
-        sight = None if shard is None else sight_of(shard)
-        if sight is not None and self._metrics is not None:
-            self._metrics.tell(sight)
-        return sight
+        self._watch = Watch(shard, run)
 
     def keep_reporting(self, holder: str) -> None:
         """Tells the coordinator now and then how busy the pool is, as the consumer of that name; see ``reports``."""
@@ -162,7 +151,7 @@ class RaySource:
 
     def report(self, holder: str, node: str) -> Report:
         """See ``reports.Reporting``."""
-        sight = self._sight()
+        sight = None if self._watch is None else self._watch.look()
         waits_for = None if sight is None else sight.waits_for
         return Report(
             holder=holder,
@@ -171,7 +160,7 @@ class RaySource:
             load=self._requests.meter.read(time.monotonic()),
             may_ask=self._requests.may_ask(),
             life=self._life,
-            run=self._run,
+            run="" if self._watch is None else self._watch.run,
             sight=sight,
             asked_of=frozenset() if waits_for is None else self._requests.asked_of(waits_for),
         )
