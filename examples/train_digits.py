@@ -34,7 +34,6 @@ import pyarrow as pa
 import ray
 import ray.train.torch
 import torch
-from progress import Progress, say
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from sklearn.datasets import load_digits
@@ -43,6 +42,11 @@ from torch import nn
 from ray_lance_stream import LanceStream, PrefetchConfig, StreamDataConfig, TransformContext, report
 
 _STARTS_WITHIN_S = 900.0  # a node that is launched for the run: the machine, its image, the packages
+
+
+def say(line: str) -> None:
+    """Prints a line of what goes on, apart from the results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_table(uri: str, name: str) -> None:
@@ -250,27 +254,27 @@ def main() -> None:
 
     cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits
     steps_per_epoch = -(-cycles * args.num_splits // args.global_batch_size)
-    progress = Progress(stream, steps_per_epoch, args.epochs)
+    total = steps_per_epoch * args.epochs
     before, after = args.workers
     with stream:
         if (result := last_result(run_path)) is None:
-            fail_at = [args.epochs // 3, args.checkpoint_every + 5]
-            killed_at = progress.step_of_run(*fail_at)
+            epoch, step = fail_at = [args.epochs // 3, args.checkpoint_every + 5]
             say(
-                f"On purpose, the worker of rank {before - 1} will be killed after step {killed_at} of "
-                f"{progress.total}. Ray's message that a worker died is expected then."
+                f"On purpose, the worker of rank {before - 1} will be killed after step {step} of epoch {epoch} (of "
+                f"{args.epochs}). Ray's message that a worker died is expected then."
             )
             try:
-                with progress.part(f"starting {before} workers"):
+                with stream.progress(args.epochs):
                     fit(before, fail_at)
             except ray.train.TrainingFailedError as error:
                 stream.close()  # what is left of the first run; without this it would end by itself
                 say(f"\nThe run broke off: {type(error).__name__}. It goes on with {after} workers.\n")
             result = last_result(run_path)
         metrics = (result.metrics if result else None) or {"epoch": 0, "step": 0}
-        step = progress.step_of_run(metrics["epoch"], metrics["step"])
-        if step < progress.total:
-            with progress.part(f"resuming from step {step} with {after} workers", step):
+        done = metrics["epoch"] * steps_per_epoch + metrics["step"]
+        if done < total:
+            say(f"resuming from step {done} of {total} with {after} workers")
+            with stream.progress(args.epochs):
                 result = fit(after, fail_at=None)
     ray.shutdown()
 

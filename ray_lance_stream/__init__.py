@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.sifting import ReplaceRow, SkippedRow
     from ray_lance_stream.state import merge_state_dicts
-    from ray_lance_stream.stats import PoolSize, RunProgress, ShardStats
+    from ray_lance_stream.stats import PoolSize, PrefetcherStats, RankStats, RunProgress, ShardStats, StreamStats
     from ray_lance_stream.stream import LanceStream
     from ray_lance_stream.train import StreamDataConfig
     from ray_lance_stream.transform import TransformContext
@@ -54,6 +54,8 @@ _HOME = {
     "PlacementError": "errors",
     "PoolSize": "stats",
     "PrefetchConfig": "config",
+    "PrefetcherStats": "stats",
+    "RankStats": "stats",
     "ReplaceRow": "sifting",
     "RunProgress": "stats",
     "ShardStats": "stats",
@@ -64,6 +66,7 @@ _HOME = {
     "StreamClosedError": "errors",
     "StreamDataConfig": "train",
     "StreamShard": "shard",
+    "StreamStats": "stats",
     "StreamingDataLoader": "loader",
     "StreamingDataset": "dataset",
     "TableVersionError": "errors",
@@ -89,6 +92,8 @@ __all__ = [
     "PlacementError",
     "PoolSize",
     "PrefetchConfig",
+    "PrefetcherStats",
+    "RankStats",
     "ReplaceRow",
     "RunProgress",
     "ShardStats",
@@ -99,6 +104,7 @@ __all__ = [
     "StreamClosedError",
     "StreamDataConfig",
     "StreamShard",
+    "StreamStats",
     "StreamingDataLoader",
     "StreamingDataset",
     "TableVersionError",

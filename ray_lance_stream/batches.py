@@ -258,8 +258,7 @@ class BatchIterator(Iterator[T]):
         if self._ended is not None:
             raise StreamClosedError(self._ended)
         shard, began = self._shard, time.perf_counter()
-        if self._returned_at is not None:
-            shard._train_s += began - self._returned_at
+        shard._clock.asked(began, self._returned_at)
         try:
             return next(self._batches)
         except StopIteration:
@@ -270,7 +269,7 @@ class BatchIterator(Iterator[T]):
             raise
         finally:
             self._returned_at = time.perf_counter()
-            shard._wait_s += self._returned_at - began
+            shard._clock.handed(self._returned_at)
 
     def close(self, why: str = "this iteration was given up; iterate anew") -> None:
         """Ends this iteration and its thread; the shard stays where it is."""

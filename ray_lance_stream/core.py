@@ -11,6 +11,7 @@ from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.handedout import HandedOut
 from ray_lance_stream.link import Link
+from ray_lance_stream.observing import stats_of
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import SplitLayout
 from ray_lance_stream.position import Position
@@ -22,6 +23,7 @@ from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import ShardStats
 from ray_lance_stream.topology import Replica, Seat, StepPlan
+from ray_lance_stream.waits import LoopClock
 
 if TYPE_CHECKING:
     from ray_lance_stream.batches import BatchIterator
@@ -54,7 +56,7 @@ class ShardCore(HandedOut):
         self.loss_scale = 1.0
         self.is_step_end = True
         self._rows = self._batches = self._retries = self._padded_tokens = self._documents_left = 0
-        self._wait_s = self._train_s = 0.0
+        self._clock = LoopClock()
 
     # ------------------------------------------------------------------ where it stands
 
@@ -134,19 +136,7 @@ class ShardCore(HandedOut):
 
     def stats(self) -> ShardStats:
         """Returns what this shard measured since it was opened."""
-        reader = self._reader
-        return ShardStats(
-            rows=self._rows,
-            batches=self._batches,
-            wait_s=self._wait_s,
-            train_s=self._train_s,
-            buffered_bytes=0 if reader is None else reader.buffered_bytes,
-            retries=self._retries + (0 if reader is None else reader.retries),
-            rows_skipped=self._skip_log().count,
-            prefetchers=getattr(self._source, "prefetchers", 0),
-            padded_tokens=self._padded_tokens,
-            documents_left=self._documents_left,
-        )
+        return stats_of(self)
 
     @property
     def skipped(self) -> list[SkippedRow]:

@@ -17,10 +17,10 @@ from typing import Any, Final
 from ray_lance_stream.errors import BlockError, LanceStreamError, StreamClosedError, explain
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
+from ray_lance_stream.waits import LoopClock, Patience
 
 logger = logging.getLogger("ray_lance_stream")
 _POLL_S: Final = 0.2  # how often a wait looks after the other requests
-_SAY_EVERY_S: Final = 30.0  # how often a wait that goes on is told of
 
 
 @dataclass(kw_only=True)
@@ -72,6 +72,19 @@ class Dispatcher:
         self.closed = False
         self.interrupted = threading.Event()  # set: the wait under way raises StreamClosedError
         self.retries = 0
+        self.waits_for: Flight | None = None  # which one whoever reads stands still for
+        self._patience = Patience()
+        self._clock: LoopClock | None = None
+        self._consumer = "the reader"
+
+    def serve(self, clock: LoopClock, consumer: str) -> None:
+        """Says for whom blocks are read: only its waiting matters, not that of what reads ahead for it.
+
+        Args:
+            clock: The loop's.
+            consumer: What to call it in the log.
+        """
+        self._clock, self._consumer = clock, consumer
 
     def send(self, ranges: Ranges, num_bytes: float) -> Flight:
         """Asks for a block of an expected size; does not wait."""
@@ -97,9 +110,18 @@ class Dispatcher:
             StreamClosedError: The wait was interrupted, or the shard closed.
             LanceStreamError: The block will not come; asking again is possible.
         """
-        began, said = time.perf_counter(), 0
         wanted.wanted = True
         arrived = self.look_after(flights)
+        if wanted.block is None:
+            self.waits_for = wanted
+            try:
+                arrived += self._wait(wanted, flights)
+            finally:
+                self.waits_for = None
+        return arrived
+
+    def _wait(self, wanted: Flight, flights: Iterable[Flight]) -> list[Flight]:
+        began, arrived = time.perf_counter(), list[Flight]()
         while wanted.block is None:
             if wanted.error is not None:
                 error, wanted.error = wanted.error, None
@@ -109,15 +131,21 @@ class Dispatcher:
             if wanted.withdrawn:
                 self._send_again(wanted)
             self._pause(wanted)
-            waited = time.perf_counter() - began
-            if waited >= (said + 1) * _SAY_EVERY_S:
-                said += 1
-                logger.warning("waited %.0f s for %s; attempt %d", waited, wanted.ranges, wanted.attempt)
+            self._tell(wanted, began)
             self.check_open()
             if self.interrupted.is_set():
                 raise StreamClosedError("this iteration of the shard has ended")
             arrived += self.look_after(flights)
         return arrived
+
+    def _tell(self, wanted: Flight, began: float) -> None:
+        now = time.perf_counter()
+        waited_s = now - began if self._clock is None else self._clock.waiting_s(now)
+        if self._patience.is_over(waited_s):
+            logger.warning(
+                "%s has waited %.0f s for data: %s, epoch %d; attempt %d",
+                *(self._consumer, waited_s, wanted.ranges, self._handle.spec.epoch, wanted.attempt),
+            )
 
     def look_after(self, flights: Iterable[Flight]) -> list[Flight]:
         """Takes in the blocks that have arrived, and returns them; sends failed requests again."""

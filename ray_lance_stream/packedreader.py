@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.errors import BlockError
+from ray_lance_stream.flight import Dispatcher
 from ray_lance_stream.packing import SplitPacker
 from ray_lance_stream.packstate import PackPlace
 from ray_lance_stream.permutation import IntArray
@@ -132,6 +133,16 @@ class PackedReader:
         self._feed = DocumentFeed(documents, packers, bytes_per_document)
         self._made: deque[PackedCycles] = deque()
         self.interrupted = documents.interrupted
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """What sends its requests."""
+        return self._documents.dispatcher
+
+    @property
+    def max_bytes(self) -> int:
+        """Its budget of bytes."""
+        return self._documents.max_bytes
 
     @property
     def retries(self) -> int:

@@ -74,6 +74,16 @@ class BlockReader:
         self.interrupted = self._dispatcher.interrupted
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        """What sends its requests."""
+        return self._dispatcher
+
+    @property
+    def max_bytes(self) -> int:
+        """Its budget of bytes."""
+        return self._read_ahead.max_bytes
+
+    @property
     def retries(self) -> int:
         """Requests sent again."""
         return self._dispatcher.retries

@@ -224,6 +224,7 @@ class StreamShard(ShardCore):
                 self._drop_reader()  # its blocks have too many columns, or too few
             reader = self._reader = self._reader or self._new_reader(handle, steps, options.prefetch_batches)
             self._reads_rows = options.with_rows
+            reader.dispatcher.serve(self._clock, f"stream {self.name!r}, rank {self._seat.world_rank}")
         reader.interrupted.clear()
         cut = (handle, steps, self.replica, position, convert, options.micro_batch_size)
         if isinstance(reader, SurvivorReader):

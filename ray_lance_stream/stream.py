@@ -15,11 +15,12 @@ from ray import cloudpickle
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.progress import Progress
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import resume_states
 from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
-from ray_lance_stream.stats import RunProgress
+from ray_lance_stream.stats import RunProgress, StreamStats
 from ray_lance_stream.stepskips import Skips, read_skip_steps
 from ray_lance_stream.topology import StepPlan
 from ray_lance_stream.userplan import order_spec, read_plan
@@ -324,6 +325,32 @@ class LanceStream:
         from ray_lance_stream.cluster.session import progress_of
 
         return progress_of(self._config.stream_id, timeout_s)
+
+    def stats(self, timeout_s: float = 5.0) -> StreamStats:
+        """Returns what the run of this stream does that was started last, on the cluster this process is connected to.
+
+        Callable on the driver while ``fit()`` runs in another thread, also after it; asks the run's coordinator, which
+        hears of workers and prefetchers once a second. Without a run that answers, all is empty but the verdict.
+        """
+        from ray_lance_stream.cluster.overview import overview
+
+        found = overview(self._config.stream_id, timeout_s)
+        return found.runs[0] if found.runs else StreamStats(verdict="nothing is known: no run of this stream answers")
+
+    def progress(self, epochs: int | None = None) -> Progress:
+        """Shows on the driver where the run stands, for as long as the ``with`` block round ``fit()`` lasts.
+
+        On a terminal one line that is written again, else a line every ten seconds, to standard error. Nothing is shown
+        where the environment has ``RAY_LANCE_STREAM_PROGRESS=0``.
+
+        Args:
+            epochs: How many epochs the run has; without it the bar shows the epoch under way.
+
+        Example:
+            >>> with stream.progress(epochs=12):
+            ...     trainer.fit()
+        """
+        return Progress(self.stats, epochs=epochs)
 
     def close(self) -> None:
         """Ends everything this stream started on the cluster this process is connected to, at once."""

@@ -120,6 +120,16 @@ class SurvivorReader:
         self.take_s = self.transform_s = 0.0
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        """What sends its requests."""
+        return self._dispatcher
+
+    @property
+    def max_bytes(self) -> int:
+        """Its budget of bytes."""
+        return self._read_ahead.max_bytes
+
+    @property
     def retries(self) -> int:
         """Requests sent again."""
         return self._dispatcher.retries

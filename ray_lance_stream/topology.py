@@ -47,6 +47,7 @@ class Seat:
         world_size: Number of workers.
         incarnation: Which start of the worker group this is; later ones are larger.
         shared: Whether the workers divide the stream among them. If not, each reads all of it by itself.
+        restarts: Worker groups that the run had before this one.
     """
 
     name: str = "train"
@@ -55,6 +56,7 @@ class Seat:
     world_size: int = 1
     incarnation: int = 0
     shared: bool = True
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

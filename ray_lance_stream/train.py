@@ -121,6 +121,7 @@ class RunStream:
         self.session = session
         self.name: str | None = None
         self._begun_as: str | None = None
+        self._groups = 0  # that were started
         self.context = SimpleNamespace(execution_options=None)
 
     def shards(self, name: str, replicas: list[Replica], *, shared: bool = True) -> list[StreamShard]:
@@ -148,6 +149,7 @@ class RunStream:
             self.session = start_session(self.config, self.session.recipe)
         self._begun_as = name
         incarnation, world_size = self.session.begin(), len(replicas)
+        restarts, self._groups = self._groups, self._groups + 1
         seats = [
             Seat(
                 name=name,
@@ -156,6 +158,7 @@ class RunStream:
                 world_size=world_size,
                 incarnation=incarnation,
                 shared=shared,
+                restarts=restarts,
             )
             for rank, replica in enumerate(replicas)
         ]

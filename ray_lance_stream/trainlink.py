@@ -102,6 +102,7 @@ class TrainLink(RayLink):
 
     def opened(self, shard: ShardCore) -> None:
         """See ``Link``."""
+        super().opened(shard)
         open_shards[shard.name] = shard
         if self.seat.world_rank == 0:
             logger.info(
@@ -109,6 +110,9 @@ class TrainLink(RayLink):
                 *(shard.name, shard.epoch, shard.step),
                 *(shard.num_rows, "rows" if shard.packing is None else "packed blocks", shard.dropped_rows),
             )
+
+    def _run_name(self) -> str:
+        return run_name()
 
     def device(self) -> Any:
         """The device Ray Train gave this worker."""

@@ -26,7 +26,7 @@ from ray_lance_stream.cli.main import cli, main
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
 
-COMMANDS = ("convert", "diff", "explain", "inspect", "plan", "release")
+COMMANDS = ("bench", "convert", "dashboard", "diff", "explain", "inspect", "plan", "release", "status")
 SECRET = "hush-hush-secret"
 
 
@@ -45,7 +45,7 @@ def test_help_names_every_command_in_whole() -> None:
     assert set(COMMANDS) == set(cli.commands)
     for name in COMMANDS:
         help_text = cli.commands[name].short_help
-        assert help_text and f"  {name.ljust(7)}  {help_text}\n" in done.stdout, "not cut"
+        assert help_text and f"  {name.ljust(9)}  {help_text}\n" in done.stdout, "not cut"
 
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) 
     again = shell.run(commands["again"])
     attempts = shell.attempts()
     assert len(attempts) == len(logged) + 1
-    resumed = re.search(r"resuming from step (\d+) with 3 workers", again)
+    resumed = re.search(r"resuming from step (\d+) of 690 with 3 workers", again)
     assert resumed is not None, again
     steps_per_epoch = max(entry["at"][1] for entry in before)
     first_epoch, first_step = list(attempts.values())[-1][0]["at"]
@@ -169,8 +169,9 @@ def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) 
     assert "Job 'digits-2' succeeded" in again
 
     assert "\r" not in "".join(log) + again
-    assert re.search(r"^ +\d+ s  training, 2 workers: step \d+ of 690", "".join(log), flags=re.MULTILINE), log
-    steps = re.findall(r"^ +\d+ s  training, 3 workers: step (\d+) of 690", again, flags=re.MULTILINE)
-    assert steps and steps == sorted(steps, key=int) and steps[-1] == "690", again
+    shown = re.compile(r"^ +\d+ s  epoch (\d+)/30, step (\d+)/23  .*  (\d) workers", flags=re.MULTILINE)
+    assert "2" in [workers for _, _, workers in shown.findall("".join(log))], log
+    places = [(int(epoch), int(step)) for epoch, step, _ in shown.findall(again)]
+    assert places and places == sorted(places) and places[-1] == (30, 0), again
     packages = {Path(note.read_text()).parent for note in shell.notes.iterdir()}
     assert all("working_dir_files" in str(package) for package in packages), packages

@@ -37,6 +37,7 @@ ORDER = (
     "state",
     "rowcursor",
     "packedcursor",
+    "waits",
     # Lance rows to Arrow blocks.
     "request",
     "origins",
@@ -61,6 +62,8 @@ ORDER = (
     "tokens",
     # Blocks to batches.
     "stats",
+    "verdict",
+    "progress",
     "config",
     "layout",
     "collate",
@@ -83,6 +86,7 @@ ORDER = (
     "simulation",
     "agreement",
     "link",
+    "observing",
     "core",
     "local",
     "batches",
@@ -95,12 +99,14 @@ ORDER = (
     "cluster.parcel",
     "cluster.leases",
     "cluster.placement",
+    "cluster.sizing",
+    "cluster.meter",
+    "cluster.sightings",
+    "cluster.metrics",
     "cluster.prefetcher",
     "cluster.answers",
     "cluster.cuts",
     "cluster.examiner",
-    "cluster.sizing",
-    "cluster.meter",
     "cluster.reports",
     "cluster.roster",
     "cluster.coordinator",
@@ -111,6 +117,8 @@ ORDER = (
     "cluster.requests",
     "cluster.source",
     "cluster.session",
+    "cluster.overview",
+    "cluster.joining",
     "rowsource",
     "dataset",
     "loader",
@@ -139,6 +147,9 @@ ORDER = (
     "cli.explain",
     "cli.convert",
     "cli.release",
+    "cli.bench",
+    "cli.dashboard",
+    "cli.status",
     "cli.main",
     "cli.__main__",
     "__init__",
@@ -158,6 +169,9 @@ PURE = (
     "rowcursor",
     "packedcursor",
     "demand",
+    "waits",
+    "stats",
+    "verdict",
     "cluster.sizing",
 )
 ROWS_TO_BLOCKS = (
@@ -218,6 +232,7 @@ HEAVY = {"ray", "torch", "lancedb", "lance", "pyarrow", "pandas"}
 # Imports against the order, with the reason. Each must still exist, and must not be at module level.
 AGAINST_THE_ORDER = {
     ("link", "core", "typing"): "names a type only",
+    ("observing", "core", "typing"): "names a type only",
     ("core", "batches", "typing"): "names a type only",
     ("batches", "shard", "typing"): "names a type only",
 }

@@ -21,6 +21,7 @@ from ray_lance_stream.errors import BlockError, StreamClosedError, TransformErro
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.reader import BlockReader, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.waits import Patience
 
 CYCLES = 40
 ROW_BYTES = 100  # of every row of the source below, unless it says otherwise
@@ -321,7 +322,7 @@ def test_the_time_of_failing_counts_from_the_first_failure_until_it_is_final() -
 
 
 def test_a_long_wait_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(flight_module, "_SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(flight_module, "Patience", lambda: Patience(first_s=0.1))
     source = Source()
     source.held_back = True
     reader = make_reader(source, splits=range(1, 3), block_bytes=1000)
@@ -331,7 +332,7 @@ def test_a_long_wait_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     thread.join(5)
     assert len(out[0]) == 1
     assert 2 <= len(caplog.messages) <= 7
-    assert "s for positions 0 to 5 of splits 1 to 3; attempt 1" in caplog.text
+    assert "s for data: positions 0 to 5 of splits 1 to 3, epoch 0; attempt 1" in caplog.text
 
 
 def test_a_final_error_names_the_block_and_keeps_its_cause() -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RuntimeEnvSetupError
 
 from ray_lance_stream import PrefetchConfig
 from ray_lance_stream.cluster import roster as roster_module
+from ray_lance_stream.cluster.overview import with_places
 from ray_lance_stream.cluster.reports import PoolView, Report
 from ray_lance_stream.cluster.roster import Roster
+from ray_lance_stream.cluster.sightings import Workload
 from ray_lance_stream.cluster.sizing import Load
+from ray_lance_stream.observing import Sight
+from ray_lance_stream.stats import RankStats, RunProgress, ShardStats, StreamStats
+from ray_lance_stream.topology import Seat
 
 STARVED = Load(waited=1.0, requests=100.0)
 FULL = Load(waited=0.0, requests=0.0)
@@ -29,18 +36,20 @@ class Actor:
         self.node = ""
         self.error: Exception | None = None
         self.fences: list[int] = []
+        self.work: dict[str, Any] = {}
 
         async def fence(incarnation: int) -> None:
             self.fences.append(incarnation)
 
-        self.ready = SimpleNamespace(remote=self._ready)
+        self.workload = SimpleNamespace(remote=self._workload)
         self.fence = SimpleNamespace(remote=fence)
 
-    async def _ready(self) -> tuple[str, int]:
+    async def _workload(self, run: str, stream: str) -> Workload:
+        assert (run, stream) in {("", ""), ("r", "train")}
         await self.placed.wait()
         if self.error is not None:
             raise self.error
-        return self.node, self.index
+        return Workload(node=self.node, pid=self.index, **self.work)
 
 
 class World:
@@ -86,11 +95,22 @@ class World:
         busy: frozenset[str] = frozenset(),
         incarnation: int = 1,
         node: str = "trainer",
+        sight: Sight | None = None,
     ) -> PoolView:
         known = self.views.get(holder)
         may_ask = busy | frozenset(a.id for a in (known.members if known else []))
         life = known.life if known else ""
-        report = Report(holder=holder, incarnation=incarnation, node=node, load=load, may_ask=may_ask, life=life)
+        report = Report(
+            holder=holder,
+            incarnation=incarnation,
+            node=node,
+            load=load,
+            may_ask=may_ask,
+            life=life,
+            run="r",
+            sight=sight,
+            asked_of=busy,
+        )
         self.views[holder] = self.roster.hear(report)
         return self.views[holder]
 
@@ -307,3 +327,45 @@ def test_those_on_the_consumers_node_are_preferred_where_they_have_time_for_all(
         assert world.report("5", FULL, node="a").near == {world.actors[0].id}
 
     play(monkeypatch, PrefetchConfig(num_actors=2), story)
+
+
+def test_it_tells_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prefetcher works and one waits for a node; a consumer takes 100 rows a second and waits half of the time."""
+
+    async def story(world: World) -> None:
+        assert world.roster.stats().verdict.startswith("nothing is known yet")
+        await world.place("a")
+        for second in range(60):
+            world.now += 1
+            world.actors[0].work = {"rows": 100 * second, "busy_s": 0.9 * second, "take_s": 0.1 * second}
+            world.report("one", STARVED, sight=sight(rows=100 * second, wait_s=0.5 * second), busy=frozenset({"0.0"}))
+            await settle()
+        await world.pass_time(2)
+        stats = world.roster.stats()
+        assert (stats.run, stats.stream, stats.world_size, stats.restarts, stats.wanted) == ("r", "train", 1, 2, 2)
+        (rank,) = stats.ranks
+        assert (rank.rows, rank.rows_per_s, rank.wait_share, rank.silent_s) == (5900, 100.0, 0.5, 2.0)
+        assert (rank.epoch, rank.step, rank.node, rank.asked_of) == (1, 3, "trainer", (0,))
+        first, second = stats.prefetchers
+        assert (first.state, first.node, first.rows, first.take_share) == ("idle", "a", 5900, 1.0)
+        assert first.busy_s_per_row == pytest.approx(0.009)
+        assert (second.state, second.node) == ("starting", "")
+        world.roster.begin(2)
+        assert (world.roster.stats().ranks, world.roster.stats().world_size, world.roster.stats().run) == ((), 0, "r")
+
+    play(monkeypatch, PrefetchConfig(num_actors=2), story)
+
+
+def test_the_manager_knows_places_first() -> None:
+    run = StreamStats(
+        world_size=2, ranks=(RankStats(rank=0, epoch=1, step=4, rows=9), RankStats(rank=1, epoch=1, step=6))
+    )
+    progress = RunProgress(name="train", world_size=3, ranks={0: (2, 0), 1: (1, 5), 2: (1, 6)})
+    found = with_places(run, progress)
+    assert [(r.rank, r.epoch, r.step, r.rows) for r in found.ranks] == [(0, 2, 0, 9), (1, 1, 6, 0), (2, 1, 6, 0)]
+    assert (found.stream, found.world_size, found.ranks[2].silent_s) == ("train", 2, math.inf)
+
+
+def sight(**numbers: float) -> Sight:
+    stats: dict[str, Any] = {"batches": 1, "train_s": 1.0, "buffered_bytes": 1, "retries": 0} | numbers
+    return Sight(seat=Seat(restarts=2), epoch=1, step=3, num_steps=9, stats=ShardStats(**stats))

@@ -9,13 +9,16 @@ from typing import Any, Final
 import click
 
 from ray_lance_stream.cli import options
+from ray_lance_stream.cli.bench import bench
 from ray_lance_stream.cli.convert import convert
+from ray_lance_stream.cli.dashboard import dashboard
 from ray_lance_stream.cli.diff import diff
 from ray_lance_stream.cli.explain import explain
 from ray_lance_stream.cli.inspect import inspect
 from ray_lance_stream.cli.masking import masked
 from ray_lance_stream.cli.plan import plan
 from ray_lance_stream.cli.release import release
+from ray_lance_stream.cli.status import status
 from ray_lance_stream.errors import LanceStreamError
 
 ERROR: Final = 2  # as click has it for wrong usage; 1 is an answer of `diff`
@@ -67,11 +70,11 @@ def _version(context: click.Context, parameter: click.Parameter, value: bool) ->
 @options.debug
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version.")
 def cli() -> None:
-    """Look at the streams of ray_lance_stream: checkpoints, setups, steps.
+    """Look at the streams of ray_lance_stream: checkpoints, setups, steps, runs.
 
-    Nothing is started and no code from a file is run; Ray is not needed. Checkpoints are given as a path or a URI
-    (s3://bucket/run/checkpoint_000012), databases as for lancedb.connect. Exit codes: 0, or 2 on an error; `diff`
-    ends with 1 if the checkpoints differ.
+    Nothing is started and no code from a file is run, except the transform that is given to `bench`; `status` alone
+    needs a running Ray. Checkpoints are given as a path or a URI (s3://bucket/run/checkpoint_000012), databases as for
+    lancedb.connect. Exit codes: 0, or 2 on an error; `diff` ends with 1 if the checkpoints differ.
 
     \b
     Example:
@@ -79,7 +82,7 @@ def cli() -> None:
     """
 
 
-for command in (inspect, diff, plan, explain, convert, release):
+for command in (inspect, diff, plan, explain, convert, release, status, dashboard, bench):
     cli.add_command(command)
 
 

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from ray_lance_stream.cluster.answers import cause_of
 from ray_lance_stream.cluster.examiner import Examiner, Findings
 from ray_lance_stream.cluster.leases import Leases
+from ray_lance_stream.cluster.metrics import PoolMetrics
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request, extra_options
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS, Prefetcher
@@ -25,7 +26,7 @@ from ray_lance_stream.errors import LanceStreamError, PlacementError, explain
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import SkippedRow
-from ray_lance_stream.stats import PoolSize
+from ray_lance_stream.stats import PoolSize, StreamStats
 
 cluster_nodes: Any = ray.nodes  # untyped
 logger = logging.getLogger("ray_lance_stream")
@@ -49,6 +50,7 @@ class Coordinator:
         self._leases = Leases(config.idle_timeout_s)
         self._plans: dict[tuple[TableIdentity, OrderSpec, int | None], asyncio.Task[PlanHandle]] = {}
         self._turn = 0
+        self._metrics = PoolMetrics()
         # Ray's type hints do not know concurrency_groups.
         remote: Any = ray.remote
         actor = remote(concurrency_groups=CONCURRENCY_GROUPS, max_restarts=-1, max_task_retries=0)(Prefetcher)
@@ -115,11 +117,17 @@ class Coordinator:
     async def report(self, report: Report) -> PoolView:
         """Hears how busy a consumer finds the pool, and tells it who is in the pool now."""
         self._roster.tend()
-        return self._roster.hear(report)
+        view = self._roster.hear(report)
+        self._metrics.tell(self._roster.stats)
+        return view
 
     async def sizes(self) -> tuple[PoolSize, ...]:
         """Returns the size of the pool over time, the present one last."""
         return self._roster.sizes()
+
+    async def stats(self) -> StreamStats:
+        """Returns what is known of the run's workers and prefetchers."""
+        return dataclasses.replace(self._roster.stats(), session=self._session_id)
 
     async def prefetchers(self) -> list[tuple[str, int]]:
         """Returns (node id, process id) of each prefetcher that answers now."""

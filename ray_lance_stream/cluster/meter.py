@@ -1,9 +1,11 @@
-"""Measures what one consumer sees of the pool: its open requests, and how long it waits. No Ray call in here."""
+"""Measures: what one consumer sees of the pool, and how busy a prefetcher is. No Ray call in here."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -67,3 +69,32 @@ class Answer(Future[Any]):
             return super().exception(timeout)
         finally:
             self._meter.waited(time.monotonic() - began)
+
+
+class BusyTime:
+    """The time in which at least one block was being built; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total_s = 0.0
+        self._since = 0.0
+        self.blocks = 0  # being built
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """Counts the time within."""
+        with self._lock:
+            self._since = time.monotonic() if not self.blocks else self._since
+            self.blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.blocks -= 1
+                if not self.blocks:
+                    self._total_s += time.monotonic() - self._since
+
+    def total_s(self, now: float) -> float:
+        """Returns the seconds so far, on ``time.monotonic``'s clock."""
+        with self._lock:
+            return self._total_s + (now - self._since if self.blocks else 0.0)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import ray
 
+from ray_lance_stream.cluster.meter import BusyTime
+from ray_lance_stream.cluster.metrics import PrefetcherMetrics
 from ray_lance_stream.cluster.parcel import Parcel
+from ray_lance_stream.cluster.sightings import Workload
 from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
@@ -38,6 +42,8 @@ class Prefetcher:
             self._builder.warm_up(version)
         self._lock = threading.Lock()
         self._incarnation = 0
+        self._busy = BusyTime()
+        self._metrics = PrefetcherMetrics()
         self._built = {"blocks": 0, "rows": 0, "num_bytes": 0, "take_s": 0.0, "transform_s": 0.0, "dropped": 0}
 
     def __repr__(self) -> str:  # the prefix of its lines in Ray's logs
@@ -59,6 +65,26 @@ class Prefetcher:
         """Returns totals since it started: blocks, rows, bytes, seconds of reading and of transforming."""
         with self._lock:
             return dict(self._built)
+
+    @ray.method(concurrency_group="control")
+    def workload(self, run: str, stream: str) -> Workload:
+        """Returns where it runs, and what it has done since it started; records that for the stream of a run, too."""
+        node, pid = str(ray.get_runtime_context().get_node_id()), os.getpid()
+        with self._lock:
+            built = dict(self._built)
+        workload = Workload(
+            node=node,
+            pid=pid,
+            blocks=int(built["blocks"]),
+            rows=int(built["rows"]),
+            num_bytes=int(built["num_bytes"]),
+            take_s=built["take_s"],
+            transform_s=built["transform_s"],
+            busy_s=self._busy.total_s(time.monotonic()),
+            building=self._busy.blocks,
+        )
+        self._metrics.tell(workload, run, stream)
+        return workload
 
     @ray.method(concurrency_group="build")
     def open_plan(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...] = ()) -> tuple[PlanHandle, IntArray | None]:
@@ -86,7 +112,7 @@ class Prefetcher:
             self._built["dropped"] += stale
         if stale:
             raise StaleIncarnationError(f"the worker group {incarnation} has been replaced by a newer one")
-        with _no_panic("building a block"):
+        with _no_panic("building a block"), self._busy.block():
             table, stats = self._builder.build(handle, ranges, resolve_rows, deadly)
         with self._lock:
             self._built["blocks"] += 1

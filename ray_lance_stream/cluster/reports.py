@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import ray
 
 from ray_lance_stream.cluster.sizing import Load
+from ray_lance_stream.observing import Sight
 
 logger = logging.getLogger("ray_lance_stream")
 REPORT_EVERY_S: Final = 1.0
@@ -29,6 +30,9 @@ class Report:
         load: What it saw since its last report.
         may_ask: Ids of the prefetchers that it may ask, or has asked and waits for.
         life: The coordinator that told it of them, as that calls itself; empty if none has.
+        run: Name of the Ray Train run it works for; empty outside of one.
+        sight: What its shard shows; None before there is one.
+        asked_of: Ids of the prefetchers that were asked for the block it waits for.
     """
 
     holder: str
@@ -37,6 +41,9 @@ class Report:
     load: Load
     may_ask: frozenset[str]
     life: str
+    run: str = ""
+    sight: Sight | None = None
+    asked_of: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

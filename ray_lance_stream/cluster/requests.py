@@ -81,6 +81,16 @@ class Requests:
         with self._lock:
             return self._pool.may_ask()
 
+    def asked_of(self, ranges: Ranges) -> frozenset[str]:
+        """Returns the ids of the prefetchers that have been asked for a block and have not answered."""
+        with self._lock:
+            return frozenset(call.member.id for r in self._open if r.ranges == ranges for call in r.calls)
+
+    @property
+    def open(self) -> int:
+        """The number of blocks that were asked for and are not here."""
+        return len(self._open)
+
     @property
     def pool_size(self) -> int:
         """The number of prefetchers that may be asked."""

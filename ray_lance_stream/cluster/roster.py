@@ -17,9 +17,11 @@ from ray.exceptions import RayError, RuntimeEnvSetupError
 
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS
 from ray_lance_stream.cluster.reports import REPORT_EVERY_S, PoolView, Report
+from ray_lance_stream.cluster.sightings import Sightings
 from ray_lance_stream.cluster.sizing import Sizing
 from ray_lance_stream.config import PrefetchConfig
-from ray_lance_stream.stats import PoolSize
+from ray_lance_stream.stats import PoolSize, PrefetcherState, StreamStats
+from ray_lance_stream.verdict import stream_verdict
 
 logger = logging.getLogger("ray_lance_stream")
 _RETRY_PAUSE_S: Final = 0.5
@@ -57,6 +59,17 @@ class Hand:
     opening: int = 0
     watch: asyncio.Task[None] | None = field(default=None, repr=False)
 
+    @property
+    def state(self) -> PrefetcherState:
+        """What is known of it without its own word."""
+        if self.broken is not None:
+            return "cannot start"
+        if self.retired_at is not None:
+            return "leaving"
+        if self.node is None:
+            return "starting"
+        return "idle" if self.answers else "not answering"
+
     @contextlib.contextmanager
     def used(self) -> Iterator[Any]:
         """Keeps it from being let go while the coordinator waits for it; gives the handle."""
@@ -91,6 +104,7 @@ class Roster:
         self._decide: asyncio.Task[None] | None = None
         self.incarnation = 0
         self._history: deque[PoolSize] = deque(maxlen=_HISTORY)
+        self._sightings = Sightings()
         self._resize(config.min_actors)
 
     # ------------------------------------------------------------------ who is there
@@ -120,6 +134,25 @@ class Roster:
         self._note()
         return tuple(self._history)
 
+    def stats(self) -> StreamStats:
+        """Returns what is known of consumers and prefetchers; without the session's name."""
+        seen, now = self._sightings, time.monotonic()
+        seen.keep(list(self._reports), [hand.id for hand in self._hands])
+        ranks = seen.ranks(now, {hand.id: hand.index for hand in self._hands})
+        hands = sorted(self._hands, key=lambda hand: hand.index)
+        prefetchers = tuple(seen.stats_of(hand.id, hand.index, hand.state) for hand in hands)
+        return StreamStats(
+            run=seen.run,
+            stream=seen.stream,
+            started_at=self.incarnation / 1e9,  # ids of incarnations are times
+            world_size=seen.world_size,
+            restarts=seen.restarts,
+            ranks=ranks,
+            prefetchers=prefetchers,
+            wanted=len(self._wanted),
+            verdict=stream_verdict(ranks, prefetchers),
+        )
+
     @property
     def _wanted(self) -> list[Hand]:
         return [hand for hand in self._hands if hand.retired_at is None]
@@ -134,13 +167,16 @@ class Roster:
         """Starts an incarnation: consumers of older ones count no more."""
         self.incarnation = incarnation
         self._reports.clear()
+        self._sightings.begin()
 
     def hear(self, report: Report) -> PoolView:
         """Takes in a report; returns what the consumer should know."""
         if report.incarnation > self.incarnation:  # after a restart of the coordinator: this is how it learns of it
             self.begin(report.incarnation)
         if report.incarnation == self.incarnation:
-            self._reports[report.holder] = (time.monotonic(), report)
+            now = time.monotonic()
+            self._reports[report.holder] = (now, report)
+            self._sightings.consumer(report.holder, report, now)
             if report.life not in ("", self._life):
                 self._known_before = max(self._known_before, len(report.may_ask))
         ready = self.ready
@@ -239,14 +275,15 @@ class Roster:
 
     async def _watch(self, hand: Hand) -> None:
         while hand.broken is None and hand in self._hands:
-            asked = asyncio.ensure_future(hand.actor.ready.remote())
+            asked = asyncio.ensure_future(hand.actor.workload.remote(self._sightings.run, self._sightings.stream))
             if not (await asyncio.wait({asked}, timeout=_ANSWER_WITHIN_S))[0]:
                 hand.answers = False
             try:
-                node, _ = await asked
+                workload = await asked
+                self._sightings.prefetcher(hand.id, workload, time.monotonic())
                 if not hand.answers:
                     await hand.actor.fence.remote(self.incarnation)
-                hand.node, hand.answers = node, True
+                hand.node, hand.answers = workload.node, True
                 await asyncio.sleep(_PROBE_EVERY_S)
             except RayError as error:
                 if hand not in self._hands:

@@ -150,6 +150,16 @@ def progress_of(stream_id: str, timeout_s: float) -> list[RunProgress]:
     return progress
 
 
+def coordinators_of(stream_id: str) -> dict[str, Any]:
+    """Returns the living coordinators of a stream, or of every stream if that is empty, by session."""
+    return _actors_of(stream_id, _COORDINATOR)
+
+
+def managers_of(stream_id: str) -> dict[str, Any]:
+    """Returns the living state managers likewise."""
+    return _actors_of(stream_id, _MANAGER)
+
+
 def _actors_of(stream_id: str, kind: str) -> dict[str, Any]:
     """The living actors of a kind of every session of a stream, by session."""
     if not ray.is_initialized():
@@ -157,7 +167,8 @@ def _actors_of(stream_id: str, kind: str) -> dict[str, Any]:
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
-        if entry["namespace"] == NAMESPACE and name.startswith(f"{stream_id}.") and name.endswith(kind):
+        ours = entry["namespace"] == NAMESPACE and name.endswith(kind)
+        if ours and (not stream_id or name.startswith(f"{stream_id}.")):
             with contextlib.suppress(ValueError):  # it ended in between
                 found[name.removesuffix(kind)] = ray.get_actor(name, namespace=NAMESPACE)
     return found
@@ -182,6 +193,7 @@ class RayLink:
         self._memory = Memory()
         self._partial = False
         self._agreement = agreement
+        self._source: RaySource | None = None
 
     def hold(self) -> None:
         """Takes a lease and renews it until the link is closed or dropped: from now on the actors are needed."""
@@ -200,7 +212,7 @@ class RayLink:
         if not self.session.is_alive(config.prefetch.placement_timeout_s):
             raise StreamClosedError("the stream's actors have ended; open the stream again")
         self._partial = config.is_uneven and seat.replica.dp_size > 1
-        source = self._source_type(
+        source = self._source = self._source_type(
             self.session.coordinator, seat.incarnation, retry_window_s=config.prefetch.retry_window_s
         )
         source.keep_reporting(self._holder)
@@ -212,7 +224,12 @@ class RayLink:
         return None
 
     def opened(self, shard: ShardCore) -> None:
-        """See ``Link``."""
+        """See ``Link``; the coordinator hears of the shard from now on."""
+        if self._source is not None:
+            self._source.look_at(shard, self._run_name())
+
+    def _run_name(self) -> str:
+        return ""
 
     def announce(self, seat: Seat, step: int, state: StreamState) -> None:
         """See ``Link``; sent and not waited for."""

@@ -23,8 +23,10 @@ from ray.exceptions import (
 from ray_lance_stream.cluster.answers import answer_of, cause_of
 from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.meter import Answer
+from ray_lance_stream.cluster.metrics import Watch
 from ray_lance_stream.cluster.reports import PoolView, Report, keep_reporting
 from ray_lance_stream.cluster.requests import Request, Requests
+from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import LanceStreamError, StreamClosedError
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -60,6 +62,7 @@ class RaySource:
         self._closed = threading.Event()
         self._refreshed_at = time.monotonic()
         self._life = ""  # of the coordinator that was heard of last
+        self._watch: Watch | None = None
         self._refresh()
 
     @property
@@ -123,6 +126,8 @@ class RaySource:
 
     def close(self) -> None:
         """See ``BlockSource``. Requests that no prefetcher has begun are withdrawn."""
+        if self._watch is not None and not self._closed.is_set() and ray.is_initialized():
+            self._watch.look()  # what the metrics were not told yet
         self._closed.set()
         self._requests.close()
 
@@ -133,12 +138,23 @@ class RaySource:
         """The number of prefetchers that may be asked, as last heard."""
         return self._requests.pool_size
 
+    @property
+    def open_requests(self) -> int:
+        """Blocks that were asked for and are not here."""
+        return self._requests.open
+
+    def look_at(self, shard: ShardCore, run: str) -> None:
+        """Reports from now on what this shard shows, too."""
+        self._watch = Watch(shard, run)
+
     def keep_reporting(self, holder: str) -> None:
         """Tells the coordinator now and then how busy the pool is, as the consumer of that name; see ``reports``."""
         keep_reporting(self, self._coordinator, holder, self._closed)
 
     def report(self, holder: str, node: str) -> Report:
         """See ``reports.Reporting``."""
+        sight = None if self._watch is None else self._watch.look()
+        waits_for = None if sight is None else sight.waits_for
         return Report(
             holder=holder,
             incarnation=self._incarnation,
@@ -146,6 +162,9 @@ class RaySource:
             load=self._requests.meter.read(time.monotonic()),
             may_ask=self._requests.may_ask(),
             life=self._life,
+            run="" if self._watch is None else self._watch.run,
+            sight=sight,
+            asked_of=frozenset() if waits_for is None else self._requests.asked_of(waits_for),
         )
 
     def take_view(self, view: PoolView) -> None:
