@@ -69,7 +69,7 @@ def train(shard: StreamShard, model: nn.Module, micro_batch_size: int | None, wo
             torch.distributed.all_reduce(tokens)
         for weights in model.parameters():
             if weights.grad is not None:
-                weights.grad *= world_size / tokens.item()  # the ranks' gradients were averaged, not added
+                weights.grad *= world_size / max(tokens.item(), 1)  # DDP averages; a step may be all padding
         optimizer.step()
         optimizer.zero_grad()
         total += int(tokens.item())

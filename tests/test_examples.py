@@ -58,7 +58,7 @@ def test_images_are_decoded_and_augmented_alike_for_workers_and_one_reader(run_h
 
 def test_token_weighted_gradients_are_those_of_one_process(run_here: Any) -> None:
     found = run_here("tokens")
-    assert found["tokens"] == found["tokens_of_workers"] > 30_000
+    assert found["tokens"] == found["tokens_of_workers"] > 10_000
     assert found["padding"] > 0 and found["moved"] > 0.1
     assert found["apart"] < 1e-9
 

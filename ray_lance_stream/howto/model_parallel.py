@@ -29,7 +29,6 @@ set()
 
 * ``num_splits`` bounds the number of replicas, not of ranks.
 * ``shard.loss_scale`` is for gradients averaged over *replicas*. Use the data-parallel group for it, not the world.
-* ``report`` is called on every rank, as ``ray.train.report``. Ranks of one replica must have the same state, which is
-  checked.
-* ``transform`` runs on prefetchers, once for each rank that asks: four ranks read a batch four times.
+* ``report`` is called on every rank, as ``ray.train.report``, after the same step.
+* Each rank asks for its batches itself: prefetchers build the blocks of a replica once for every one of its ranks.
 """

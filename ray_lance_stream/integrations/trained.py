@@ -204,7 +204,8 @@ class TrainedBatches:
         A trainer that resumes after the last batch of an epoch begins the next one: it must not find the empty rest
         of the old one. Whether a batch was the last is known when no other comes.
         """
-        if not self._ahead and self._at.is_step_end:
+        may_be_last = self._shard._config.sifts or self._at.step >= len(self._shard)
+        if not self._ahead and self._at.is_step_end and may_be_last:
             self._fetch()
         return self._at
 
