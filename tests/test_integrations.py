@@ -77,7 +77,8 @@ def test_weights_are_trained_on_each_row_once_an_epoch_whoever_is_killed(
     tables: Tables, tmp_path: Path, framework: str, loop: Loop, weights: str
 ) -> None:
     pytest.importorskip(framework)
-    stream = tables.stream(ROWS, prefetch=PrefetchConfig(num_actors=1, placement_timeout_s=120))
+    prefetch = PrefetchConfig(num_actors=1, placement_timeout_s=120)
+    stream = tables.stream(ROWS, columns=["id", "x"], prefetch=prefetch)
     config = {"micro_batch_size": 2}
     # Checkpoints are after steps 3 and 6. A worker dies two steps behind the first, then in the step that follows
     # the second, when the trainer has fetched on into the next epoch.
