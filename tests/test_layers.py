@@ -130,6 +130,11 @@ ORDER = (
     "outside",
     "stream",
     "testing",
+    # Trainers that run the loop themselves.
+    "integrations.__init__",
+    "integrations.trained",
+    "integrations.lightning",
+    "integrations.transformers",
     # The command line.
     "explaining",
     "cli.__init__",
@@ -152,6 +157,15 @@ ORDER = (
     "cli.status",
     "cli.main",
     "cli.__main__",
+    # Pages to read.
+    "howto.__init__",
+    "howto.splits",
+    "howto.pool",
+    "howto.shrinking",
+    "howto.model_parallel",
+    "howto.moving",
+    "howto.restoring",
+    "howto.guarantees",
     "__init__",
 )
 PURE = (
@@ -206,8 +220,16 @@ RAY_MODULES = (
     "rowsource",
     "datasource",
     "mapbatches",
+    "integrations.lightning",
+    "integrations.transformers",
 )  # and cluster/
-TORCH_MODULES = ("packedstream", "dataset", "loader")  # their classes are torch's
+TORCH_MODULES = (  # their classes are torch's
+    "packedstream",
+    "dataset",
+    "loader",
+    "integrations.lightning",
+    "integrations.transformers",
+)
 # Where Lance is opened, and who brings it along. A trainer, a controller or a state manager that needed it
 # would start seconds later and hold its threads.
 LANCE_MODULES = {

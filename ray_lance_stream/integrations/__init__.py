@@ -1,0 +1,1 @@
+"""The stream within trainers that run the loop themselves: Lightning's, Hugging Face's."""
