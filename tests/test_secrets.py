@@ -262,7 +262,7 @@ def test_a_run_that_the_store_refuses_writes_them_nowhere(
         "other": LanceStream(connection_factory=connect, **settings),
     }
     with pytest.raises(ray.train.TrainingFailedError) as error:
-        fit(train_until_refused, streams, 1, tmp_path, max_failures=1)
+        fit(train_until_refused, streams, 1, tmp_path)
     assert "the storage refused the credentials" in str(error.value)
     assert_hidden(error.value)
     said = {entry["stream"]: entry["error"] for entry in read_log(tmp_path) if "error" in entry}

@@ -282,7 +282,7 @@ def test_prefetchers_renew_credentials_and_are_started_again_during_an_outage(
                 os.kill(pid, signal.SIGKILL)  # the new process opens the table anew
     assert found == expected and outage.left < 0
     owners = {key.split("-")[1] for key, reads in valid.used.items() if reads}
-    assert len(owners) == 2 and str(os.getpid()) not in owners, "both processes of the prefetcher, and not this one"
+    assert len(owners) >= 2 and str(os.getpid()) not in owners, "processes of prefetchers, and not this one"
     stream.close()
 
 
