@@ -47,9 +47,9 @@ def write_table(uri: str) -> None:
 def decode_and_augment(batch: pa.RecordBatch, ctx: TransformContext) -> dict[str, Any]:
     """Runs on the prefetchers: decodes, cuts a part out, and mirrors half of the tiles."""
     tiles = []
-    for jpeg, rng in zip(batch["jpeg"].to_pylist(), ctx.generators(), strict=True):
+    for jpeg, rng in zip(batch["jpeg"], ctx.generators(), strict=True):
         y, x = rng.integers(0, TILE - CROP + 1, size=2)
-        part = np.asarray(Image.open(io.BytesIO(jpeg)))[y : y + CROP, x : x + CROP]
+        part = np.asarray(Image.open(io.BytesIO(jpeg.as_py())))[y : y + CROP, x : x + CROP]
         tiles.append(part[:, ::-1] if rng.random() < 0.5 else part)
     return {"id": batch["id"], "tile": np.stack(tiles).transpose(0, 3, 1, 2).copy(), "label": batch["label"]}
 

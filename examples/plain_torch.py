@@ -45,7 +45,8 @@ def train(uri: str, directory: Path, stop_at: tuple[int, int] | None = None) -> 
             optimizer.load_state_dict(saved["optimizer"])
         for epoch in range(shard.epoch, EPOCHS):
             for batch in shard.iter_torch_batches():
-                nn.functional.cross_entropy(model(batch["image"]), batch["label"]).backward()
+                loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
                 delivered.append(batch["id"].tolist())

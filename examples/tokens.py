@@ -62,7 +62,8 @@ def train(shard: StreamShard, model: nn.Module, micro_batch_size: int | None, wo
         padding += int((batch["input_ids"] == PAD).sum())
         with nullcontext() if shard.is_step_end or world_size == 1 else model.no_sync():  # type: ignore[operator]
             logits = model(batch["input_ids"]).flatten(0, 1)
-            nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum").backward()
+            loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+            loss.backward()  # type: ignore[no-untyped-call]
         if not shard.is_step_end:
             continue
         if world_size > 1:
@@ -88,7 +89,7 @@ def train_loop(_: dict[str, Any]) -> None:
 
 def main(output: Path) -> dict[str, Any]:
     write_table(str(output / "db"))
-    packed = {"pack_sequences": LENGTH, "eos_id": END, "pad_id": PAD, "blocks_per_epoch": 320}
+    packed: dict[str, Any] = {"pack_sequences": LENGTH, "eos_id": END, "pad_id": PAD, "blocks_per_epoch": 320}
     stream = LanceStream(
         str(output / "db"), "modules", num_splits=SPLITS, global_batch_size=STEP, columns=["tokens"], **packed
     )

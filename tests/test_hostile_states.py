@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -155,7 +156,7 @@ def test_any_file_is_read_or_refused(directory: Path, data: bytes, name: str) ->
         other.unlink()
     (bad / name).write_bytes(data)
     for place in (str(bad), str(bad / name)):
-        found = read_or_refuse(lambda place=place: read_saved(LOCAL, place))
+        found = read_or_refuse(functools.partial(read_saved, LOCAL, place))
         if not isinstance(found, LanceStreamError):
             assert all(isinstance(state, StreamState) for state in found.streams.values())
     read_or_refuse(lambda: load_rank_states(bad))

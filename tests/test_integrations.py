@@ -57,8 +57,10 @@ def seen_by(checkpoint: Any, file: str) -> list[int]:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            return load_file(path)["seen"].tolist()
-        seen: list[int] = torch.load(path, weights_only=False)["state_dict"]["model.seen"].tolist()
+            found: Any = load_file(path)["seen"]
+        else:
+            found = torch.load(path, weights_only=False)["state_dict"]["model.seen"]
+        seen: list[int] = found.tolist()
         return seen
 
 
@@ -177,7 +179,8 @@ def test_a_batch_that_is_not_out_cannot_have_been_trained_on(tables: Tables) -> 
 def test_a_run_saves_what_was_trained_on_and_not_the_shard(tables: Tables) -> None:
     shard: Any = opened_here(tables.stream(ROWS), name="of this test")
     batches = TrainedBatches(shard)
-    assert open_shards["of this test"] is batches  # type: ignore[comparison-overlap]
+    known: Any = open_shards
+    assert known["of this test"] is batches
     assert not hasattr(batches, "load_state_dict") and not hasattr(batches, "__len__")
     del batches
     assert open_shards.pop("of this test") is shard

@@ -346,10 +346,10 @@ def test_it_tells_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (rank,) = stats.ranks
         assert (rank.rows, rank.rows_per_s, rank.wait_share, rank.silent_s) == (5900, 100.0, 0.5, 2.0)
         assert (rank.epoch, rank.step, rank.node, rank.asked_of) == (1, 3, "trainer", (0,))
-        first, second = stats.prefetchers
+        first, other = stats.prefetchers
         assert (first.state, first.node, first.rows, first.take_share) == ("idle", "a", 5900, 1.0)
         assert first.busy_s_per_row == pytest.approx(0.009)
-        assert (second.state, second.node) == ("starting", "")
+        assert (other.state, other.node) == ("starting", "")
         world.roster.begin(2)
         assert (world.roster.stats().ranks, world.roster.stats().world_size, world.roster.stats().run) == ((), 0, "r")
 

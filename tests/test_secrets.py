@@ -215,7 +215,7 @@ def test_everything_that_a_user_may_print(tables: Tables) -> None:
 def cluster() -> Iterator[Path]:
     """Ray with its dashboard, which lists actors; the directory of the session's files."""
     ray.init(address="local", num_cpus=4, include_dashboard=True, log_to_driver=True)
-    node: Any = ray._private.worker._global_node  # type: ignore[attr-defined]
+    node: Any = ray._private.worker._global_node
     yield Path(node.get_session_dir_path())
     ray.shutdown()
 

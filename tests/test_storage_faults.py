@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
@@ -101,13 +102,18 @@ def test_faults_that_pass_change_nothing(faulty: Store, expected: list[list[int]
     assert faulty.faults == 5 and once.count > 30, "some of them came when all was well again"
 
 
+def always(fault: Fault, seen: Seen) -> Fault:
+    del seen
+    return fault
+
+
 def test_an_outage_while_a_table_is_opened_again_may_pass(faulty: Store) -> None:
     """As when a prefetcher is started anew: the driver has opened the table, so that its options are no mistake."""
     stream = make_stream(faulty.options())
     by_factory = make_stream(connection_factory=connector(faulty.options()))
     for recipe, fault in ((stream.recipe, SLOW_DOWN), (by_factory.recipe, RESET)):
         builder = BlockBuilder(recipe)
-        faulty.fault = lambda _, fault=fault: fault
+        faulty.fault = functools.partial(always, fault)
         with pytest.raises(OSError, match=r"table 't' cannot be opened"):
             builder.open_table(1)
         faulty.fault = lambda _: None
@@ -202,10 +208,11 @@ def test_credentials_that_cannot_be_renewed_say_what_to_do(faulty: Store) -> Non
     assert "the storage refused the credentials for table 't'; they may have expired" in text
     assert "pass connection_factory, a function that connects with credentials it fetches" in text
     faulty.fault = lambda _: DENIED
-    for ask in (
+    asks: tuple[Callable[[], Any], ...] = (
         lambda: make_stream(faulty.options()),
         lambda: make_stream(connection_factory=connector(faulty.options())),
-    ):
+    )
+    for ask in asks:
         with pytest.raises(ConfigError, match=r"cannot be opened.*AccessDenied") as refusal:
             ask()
         assert SECRET not in "".join(traceback.format_exception(refusal.value))

@@ -81,13 +81,18 @@ def run(cluster: None, tables: Tables, tmp_path_factory: pytest.TempPathFactory)
     assert not failed and not thread.is_alive()
 
 
+def known_nodes() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return found
+
+
 def test_what_the_driver_sees(run: Run) -> None:
     said = "the transform is the limit"
     wait_until(lambda: said in run.stream.stats().verdict, 60, "what the limit is is known")
     stats = run.stream.stats()
     assert (stats.run, stats.stream, stats.world_size, stats.restarts) == (RUN, "train", 2, 1)
     assert stats.session.startswith(run.stream.config.stream_id)
-    nodes = {node["NodeID"] for node in ray.nodes()}
+    nodes = {node["NodeID"] for node in known_nodes()}
     for number, rank in enumerate(stats.ranks):
         assert (rank.rank, rank.dp_rank, rank.num_steps) == (number, number, ROWS // 8)
         assert rank.node in nodes and 0 <= rank.step <= rank.num_steps
@@ -139,7 +144,7 @@ def test_a_shard_tells_of_itself(tables: Tables) -> None:
 
 def scraped() -> dict[str, list[tuple[dict[str, str], float]]]:
     """What the node's Prometheus endpoint serves: (labels, value) of every sample, by name."""
-    (node,) = ray.nodes()
+    (node,) = known_nodes()
     with urllib.request.urlopen(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -209,7 +214,7 @@ def test_status_says_who_waits_for_what(run: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (told,) = json.loads(done.stdout)["runs"]
     assert (told["run"], told["stream"], told["world_size"], told["restarts"]) == (RUN, "train", 2, 1)
-    nodes = {node["NodeID"] for node in ray.nodes()}
+    nodes = {node["NodeID"] for node in known_nodes()}
     for rank in told["ranks"]:
         assert rank["waiting_s"] > 2 and rank["node"] in nodes and rank["asked_of"]
         assert f"of splits {2 * rank['rank']} to {2 * rank['rank'] + 2}" in rank["waiting_for"]

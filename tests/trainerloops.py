@@ -23,6 +23,7 @@ class Seen(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
+        self.seen: torch.Tensor
         self.net = nn.Linear(3, 1)
         self.register_buffer("seen", torch.zeros(rows, dtype=torch.int64))
 
@@ -83,8 +84,8 @@ def with_lightning(config: dict[str, Any]) -> None:
     trainer = pl.Trainer(
         max_epochs=2,
         accelerator="cpu",
-        strategy=RayDDPStrategy(),
-        plugins=[RayLightningEnvironment()],
+        strategy=RayDDPStrategy(),  # type: ignore[no-untyped-call]
+        plugins=[RayLightningEnvironment()],  # type: ignore[no-untyped-call]
         callbacks=[StreamReportCallback(batches, every_n_steps=3)],
         limit_train_batches=config.get("limit_train_batches"),
         enable_checkpointing=False,

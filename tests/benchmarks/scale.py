@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -104,14 +105,18 @@ def states(repeats: int) -> Iterator[Measure]:
         yield Measure(what=f"checkpoint file, {name}", unit="bytes", target=100_000, measured=size)
     for name, whole in (("no row skipped", {}), ("skips in all splits", every)):
         sent = [pickle.dumps(state_with(_owned(whole, rank))) for rank in range(REPLICAS)]
-        assert merge_states([pickle.loads(state) for state in sent]) == state_with(whole)
-        took = seconds(lambda sent=sent: merge_states([pickle.loads(state) for state in sent]), repeats)
+        assert _collect(sent) == state_with(whole)
+        took = seconds(functools.partial(_collect, sent), repeats)
         yield Measure(what=f"collect and merge 1,024 replicas, {name}", unit="ms", target=50, measured=1e3 * took)
         size = max(map(len, sent))
         yield Measure(what=f"what a replica sends at a step's end, {name}", unit="bytes", target=None, measured=size)
     dicts = [state_with(_owned(every, rank)).to_dict() for rank in range(REPLICAS)]
     took = seconds(lambda: merge_state_dicts(dicts), 1)
     yield Measure(what="merge_state_dicts of 1,024 dicts", unit="ms", target=None, measured=1e3 * took)
+
+
+def _collect(sent: list[bytes]) -> StreamState:
+    return merge_states([pickle.loads(state) for state in sent])
 
 
 def _owned(whole: dict[int, int], rank: int) -> dict[int, int]:
@@ -127,7 +132,7 @@ def plans(repeats: int) -> Iterator[Measure]:
         plan = Plan(PlanSpec(table=TABLE, order=order, epoch=1), ROWS)
         splits = draw.integers(0, SPLITS, POSITIONS)
         positions = draw.integers(0, plan.layout.rows_per_split, POSITIONS)
-        took = seconds(lambda plan=plan, at=(splits, positions): plan.rows(*at), repeats)
+        took = seconds(functools.partial(plan.rows, splits, positions), repeats)
         yield Measure(what=f"10**6 positions of 10**12 rows, clump {clump}", unit="s", target=1.0, measured=took)
     order = OrderSpec(num_splits=SPLITS)
     made = peak_bytes(lambda: Plan(PlanSpec(table=TABLE, order=order, epoch=1), ROWS))

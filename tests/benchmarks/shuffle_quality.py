@@ -24,7 +24,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import lancedb
 import numpy as np
@@ -37,12 +37,12 @@ from ray_lance_stream.plan import OrderSpec, Plan, PlanSpec, TableIdentity
 NEIGHBOURHOOD: Final = 16  # clumps
 NEAR: Final = 8  # clumps apart
 LAGS: Final = (1, 2, 16)
-FEISTEL: Final = {
+FEISTEL: Final[dict[int, tuple[int, ...]]] = {
     1: (4**8, 4**8 + 1, 3**10, 65_521),  # 4**8 + 1 is a prime as well, and so is 65,521
     64: (4**6, 4**6 + 1, 3**8, 5003),
     1024: (4**6, 4**6 + 1, 3**8, 5003),
 }
-LANCEDB: Final = {1: (4**8, 65_521), 64: (4**6 + 1,), 1024: (3**6,)}
+LANCEDB: Final[dict[int, tuple[int, ...]]] = {1: (4**8, 65_521), 64: (4**6 + 1,), 1024: (3**6,)}
 SEEDS: Final = (0, 1, 2**64 - 1)
 
 
@@ -224,7 +224,7 @@ def lancedb_plan(directory: str, rows: int, *, num_splits: int, clump: int, seed
     database, name = lancedb.connect(directory), f"rows{rows}"
     if name not in database.list_tables().tables:
         database.create_table(name, pa.table({"id": np.arange(rows, dtype=np.int32)}))
-    options = {"shuffle_seed": seed, "shuffle_clump_size": clump, "order": "lancedb"}
+    options: Any = {"shuffle_seed": seed, "shuffle_clump_size": clump, "order": "lancedb"}
     stream = LanceStream(directory, name, num_splits=num_splits, global_batch_size=num_splits, **options)
     with stream.open() as shard:
         handle = shard._open_plan()
