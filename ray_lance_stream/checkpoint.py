@@ -111,6 +111,12 @@ def write_saved(filesystem: pafs.FileSystem, directory: str, saved: Saved, rank:
     filesystem.move(part, f"{directory}/{name}")
 
 
+def is_our_file(path: str) -> bool:
+    """Whether a file is, by its name, one that :func:`write_streams` writes."""
+    name = path.rsplit("/", 1)[-1]
+    return name == FILE_NAME or (name.startswith(_RANK_PREFIX) and name.endswith(".json"))
+
+
 def read_streams(filesystem: pafs.FileSystem, directory: str) -> Streams | None:
     """Reads the states in a checkpoint directory (or in one of our files), by stream name; see :func:`read_saved`."""
     saved = read_saved(filesystem, directory)
@@ -133,7 +139,7 @@ def read_saved(filesystem: pafs.FileSystem, directory: str) -> Saved | None:
     if info.type != pafs.FileType.Directory:
         return None
     names = sorted(f.base_name for f in filesystem.get_file_info(pafs.FileSelector(directory)))
-    ours = [n for n in names if n == FILE_NAME or (n.startswith(_RANK_PREFIX) and n.endswith(".json"))]
+    ours = [name for name in names if is_our_file(name)]
     found = {name: _read_file(filesystem, f"{directory}/{name}") for name in ours}
     if not found:
         return None

@@ -239,7 +239,10 @@ def differences(a: Provenance, b: Provenance) -> dict[str, tuple[object, object]
 def mismatch_text(name: str, was: object, now: object, remedy: str) -> str:
     """Returns the message of a StateMismatchError."""
     return explain(
-        f"{name} differs: the state belongs to other data", found=f"{now!r}", expected=f"{was!r}", remedy=remedy
+        f"{name} differs: the state belongs to other data",
+        found=f"{now!r}",
+        expected=f"{was!r}, as the state says",
+        remedy=remedy,
     )
 
 

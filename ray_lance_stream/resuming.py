@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from pyarrow import fs as pafs
 
-from ray_lance_stream.checkpoint import Streams, locate, read_saved, read_streams, strict_json
+from ray_lance_stream.checkpoint import Streams, is_our_file, locate, read_saved, read_streams, strict_json
 from ray_lance_stream.errors import LanceStreamError, MissingStateError, StateError, StateMismatchError, explain
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
@@ -19,6 +19,8 @@ logger = logging.getLogger("ray_lance_stream")
 
 # What Ray Train writes into a run's directory about the run's checkpoints.
 _SNAPSHOT: Final = "checkpoint_manager_snapshot.json"
+_EARLIER: Final = "earlier checkpoint of the run"
+_MAX_STATE_BYTES: Final = 256 * 1024 * 1024  # as for checkpoints: a foreign file is not read into memory
 _MAX_LOOK: Final = 64  # checkpoints looked into for an earlier one
 _SCHEMES: Final = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
 
@@ -29,7 +31,7 @@ def resume_states(resume_from: object, on_missing_state: str, *, of: Callable[[]
     """Reads a stream's ``resume_from`` on the driver, so that a bad one fails there and workers need no access to it.
 
     Args:
-        resume_from: A checkpoint's path or URI, a ``ray.train.Checkpoint``, a state dict, or None.
+        resume_from: A checkpoint's path or URI, a ``ray.train.Checkpoint``, a state dict, a JSON file of one, or None.
         on_missing_state: "error", or "restart": None for a checkpoint without our file.
         of: Returns what a state of ``lancedb.streaming``, which does not say it, is taken to belong to.
 
@@ -55,6 +57,9 @@ def resume_states(resume_from: object, on_missing_state: str, *, of: Callable[[]
                 remedy="pass one of these",
             )
         )
+    state = read_state_dict(filesystem, path, of)
+    if state is not None:
+        return _AnyName({"": state})
     try:
         states = read_streams(filesystem, path)
         if states is None and on_missing_state != "restart":
@@ -64,6 +69,43 @@ def resume_states(resume_from: object, on_missing_state: str, *, of: Callable[[]
     if states is None:
         logger.warning("%s holds no stream state; starting from the beginning", path)
     return states
+
+
+def read_state_dict(filesystem: pafs.FileSystem, path: str, of: Callable[[], Provenance] | None) -> StreamState | None:
+    """Reads a JSON file that holds a state dict; None for what may be a checkpoint, or one of its files.
+
+    Args:
+        filesystem: Where it is.
+        path: The file.
+        of: Returns what a state of ``lancedb.streaming`` is taken to belong to.
+
+    Raises:
+        StateError: It holds anything else, or a damaged state.
+    """
+    info = filesystem.get_file_info(path)
+    if info.type != pafs.FileType.File or is_our_file(path):
+        return None
+    content, found = None, f"{info.size} bytes"
+    if (info.size or 0) <= _MAX_STATE_BYTES:
+        with filesystem.open_input_stream(path) as source:
+            data = source.read()
+        try:
+            content = strict_json(data)
+            found = f"a {type(content).__name__}"
+        except ValueError as error:
+            found = f"{info.size} bytes that are not JSON ({type(error).__name__})"
+    if isinstance(content, dict) and "kind" in content:
+        return None  # a file of a checkpoint, under another name
+    if not isinstance(content, dict):
+        raise StateError(
+            explain(
+                f"{path} holds no stream state",
+                found=found,
+                expected="a checkpoint's directory, or a JSON file with what state_dict() returned",
+                remedy="of a file that torch.save wrote pass the state in it: resume_from=torch.load(...)[...]",
+            )
+        )
+    return StreamState.from_dict(content, of=None if of is None or "provenance" in content else of())
 
 
 def with_way_back(error: E, filesystem: pafs.FileSystem, path: str, fits: Callable[[Streams], bool]) -> E:
@@ -80,8 +122,9 @@ def with_way_back(error: E, filesystem: pafs.FileSystem, path: str, fits: Callab
         found = intact_beside(filesystem, path, fits)
     if found is not None:
         which, place = found
+        same_run = "" if which == _EARLIER else "if that is one of the same run, "
         hint = (
-            f"The newest {which} whose state is intact is {place}: to go on from there, fit under another "
+            f"The newest {which} whose state is intact is {place}: {same_run}to go on from there, fit under another "
             f"RunConfig(name=...) with resume_from={place!r}, and load the weights from it as well."
         )
     elif isinstance(error, (StateMismatchError, MissingStateError)):
@@ -123,7 +166,7 @@ def intact_beside(filesystem: pafs.FileSystem, path: str, fits: Callable[[Stream
         earlier = [other for other, number in reported.items() if number < reported[name]]
         for other in sorted(earlier, key=lambda other: reported[other], reverse=True)[:_MAX_LOOK]:
             if _stamp_if_intact(filesystem, f"{run}/{other}", fits) is not None:
-                return "earlier checkpoint of the run", shown_place(filesystem, f"{run}/{other}")
+                return _EARLIER, shown_place(filesystem, f"{run}/{other}")
         return None
     beside = filesystem.get_file_info(pafs.FileSelector(run, allow_not_found=True))
     names = sorted(info.base_name for info in beside if info.type == pafs.FileType.Directory and info.base_name != name)

@@ -23,6 +23,7 @@ from ray_lance_stream.packstate import (
     cursors_to_lancedb,
     merge_cursors,
 )
+from ray_lance_stream.plan import OrderSpec, TableIdentity
 from ray_lance_stream.provenance import (
     Provenance,
     differences,
@@ -39,6 +40,11 @@ _SEED, _SPLITS, _EPOCH = "shuffle_seed", "num_splits", "epoch"
 _SAMPLES, _POSITIONS = "samples_consumed_per_split", "positions_consumed_per_split"
 _EMITTED, _BUFFERS = "blocks_emitted_per_split", "pack_buffers"
 _FORMAT, _PROVENANCE = "format", "provenance"
+_MAX_SHOWN: Final = 400  # characters of what was found
+# What LanceDB's states belong to while they are only merged; num_splits and seed they say themselves.
+_UNSAID: Final = Provenance(
+    table=TableIdentity(version=1, fingerprint=""), order=OrderSpec(num_splits=1, shuffle_seed=0, order="lancedb")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,15 @@ class StreamState:
         version = get(state, _FORMAT, int) if _FORMAT in state else None
         if version is None and _SAMPLES in state:
             return cls._from_foreign(state, of)
+        if version is None:
+            raise StateError(
+                explain(
+                    "this is not a stream state",
+                    found=f"a dict with the keys {shown(sorted(map(str, state)), _MAX_SHOWN)}",
+                    expected="the dict that state_dict() returned",
+                    remedy="pass that dict alone, if it is a part of this one",
+                )
+            )
         if version != STATE_FORMAT:
             raise StateError(
                 explain(
@@ -156,20 +171,30 @@ class StreamState:
                     "the state does not say what data it belongs to",
                     found="no provenance, as lancedb.streaming writes it",
                     expected="a state of ray_lance_stream" if of is None else "a stream with order='lancedb'",
-                    remedy="pass order='lancedb' to continue it; other orders cannot",
+                    remedy="continue it with order='lancedb', in which it was taken; other orders cannot. On the "
+                    "command line say what it belongs to: ray-lance-stream convert IN OUT --uri URI --table TABLE ...",
                 )
             )
+        read = cls._of_foreign(state, of)
+        order = read.provenance.order
+        logger.warning(
+            "this state of lancedb.streaming does not say what it was taken from. Its num_splits, seed and epoch are "
+            "checked. Not checked: that it was taken from version %d of the table, with filter %r, shuffle=%s and "
+            "shuffle_clump_size=%d, as it is continued now. If the table has changed since, check out the version it "
+            "had, or pass version=",
+            *(of.table.version, order.filter, order.shuffle, order.shuffle_clump_size),
+        )
+        return read
+
+    @classmethod
+    def _of_foreign(cls, state: Mapping[str, Any], of: Provenance) -> StreamState:
+        """Reads a state of ``lancedb.streaming`` as one of the data that it is said to belong to."""
         try:
             order = dataclasses.replace(
                 of.order, num_splits=get(state, _SPLITS, int), shuffle_seed=get(state, _SEED, int)
             )
         except ConfigError as error:
             raise StateError(f"the state is damaged: {error}") from error
-        logger.warning(
-            "continuing a state without provenance, of lancedb.streaming: num_splits, seed and epoch are checked; that "
-            "table version %d, filter %r, shuffle=%s and shuffle_clump_size=%d are those it was taken with is not",
-            *(of.table.version, order.filter, order.shuffle, order.shuffle_clump_size),
-        )
         packing = packing_from_dict(state, order.num_splits) if _BUFFERS in state else None
         return cls._read_place(
             {_POSITIONS: state[_SAMPLES], **state}, dataclasses.replace(of, order=order, packing=packing)
@@ -230,13 +255,23 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the state dicts of several replicas, taken after the same step, into one.
 
     Args:
-        states: One ``state_dict()`` per replica, in any order.
+        states: One ``state_dict()`` per replica, in any order; ours, or all of them those of ``lancedb.streaming``.
 
     Returns:
-        A state dict that continues the run at any number of replicas.
+        A state dict that continues the run at any number of replicas. What was made of LanceDB's states is, as they
+        are, one that does not say what data it belongs to.
 
     Raises:
         StateError: No state, a damaged one, or replicas at different steps.
         StateMismatchError: The states belong to different data; the message names the field.
     """
+    foreign = [state for state in states if isinstance(state, Mapping) and _FORMAT not in state and _SAMPLES in state]
+    if foreign and len(foreign) == len(states):
+        return _merge_foreign(foreign)
     return merge_states([StreamState.from_dict(state) for state in states]).to_dict()
+
+
+def _merge_foreign(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merges states of ``lancedb.streaming``."""
+    merged = merge_states([StreamState._of_foreign(state, _UNSAID) for state in states]).to_dict()
+    return {key: value for key, value in merged.items() if key not in (_FORMAT, _PROVENANCE)}

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from checkpoints import drifted, run, saved, state_at, state_of
 from conftest import Tables
+from lancedb.streaming import StreamingDataset as LanceDBDataset
 
+from ray_lance_stream import LanceStream
 from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, read_streams
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
@@ -77,6 +79,36 @@ def test_a_run_goes_on_from_what_was_written(tables: Tables, tmp_path: Path) -> 
     for resume_from in (str(tmp_path / "out"), json.loads((tmp_path / "state.json").read_text())):
         rest = global_batches(tables.stream(50, resume_from=resume_from), 3)
         assert [batch.columns["id"].tolist() for batch in rest] == [b.columns["id"].tolist() for b in batches[3:]]
+
+
+def test_a_state_of_lancedb_is_told_what_it_belongs_to(tables: Tables, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_splits": 4, "filter": "id % 3 != 0", "shuffle_seed": 5, "shuffle_clump_size": 2}
+    uri, table = tables.own(100)
+    theirs = LanceDBDataset(table, **options)
+    rows = iter(theirs)
+    for _ in range(12):
+        next(rows)
+    (tmp_path / "lancedb.json").write_text(json.dumps(theirs.state_dict()))
+    rest = [row["id"] for row in rows]
+    table.add(table.search().limit(3).to_arrow())
+    refused = run("inspect", tmp_path / "lancedb.json")
+    assert refused.exit_code == 2 and "ray-lance-stream convert IN OUT --uri URI --table TABLE" in refused.stderr
+    place = ("--uri", uri, "--table", "t", "--version", table.version - 1)
+    of = ("--filter", options["filter"], "--shuffle-clump-size", 2)
+    done = run("convert", tmp_path / "lancedb.json", tmp_path / "out", "--to", "checkpoint", *place, *of)
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "  train: epoch 0, 12 rows consumed")
+    assert run("inspect", tmp_path / "out").exit_code == 0
+    stream = LanceStream(
+        uri,
+        "t",
+        version=table.version - 1,
+        global_batch_size=4,
+        order="lancedb",
+        resume_from=tmp_path / "out",
+        **options,
+    )
+    assert [row for batch in global_batches(stream) for row in batch.columns["id"].tolist()] == rest
+    assert run("convert", tmp_path / "lancedb.json", tmp_path / "b", "--to", "checkpoint", *of).exit_code == 2
 
 
 def test_nothing_is_replaced_without_force(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("[1, 2]", "did not write"),
+        ("[1, 2]", "holds no stream state. Found: a list"),
         ("{}", "not a stream state"),
         ('{"samples_consumed_per_split": [1], "num_splits": 1}', "does not say what data it belongs to"),
         ('{"kind": "ray_lance_stream.checkpoint", "version": 99, "streams": {}}', "format version 99"),

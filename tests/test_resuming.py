@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
+import torch
 from checkpoints import saved, state_at
 from conftest import Tables
 from moto.server import ThreadedMotoServer
@@ -280,3 +281,22 @@ def test_what_fits_the_stream_counts_as_intact(tables: Tables, tmp_path: Path) -
     found = intact_beside(LOCAL, str(paths[2]), lambda streams: trainlink.fits(config, "train", streams))
     assert found == ("checkpoint beside it", str(paths[0]))
     assert intact_beside(LOCAL, str(paths[2]), lambda streams: trainlink.fits(config, "other", streams)) is None
+
+
+def test_a_file_that_is_no_checkpoint(tables: Tables, tmp_path: Path) -> None:
+    """It may hold a state dict. What lies beside it has nothing to do with it."""
+    stream = tables.stream(50)
+    batches = global_batches(stream, 2)
+    saved(tmp_path / "of-another-run", state_at(3))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "state.json").write_text(json.dumps(batches[2].state))
+    rest = global_batches(tables.stream(50, resume_from=tmp_path / "mine" / "state.json"), 3)
+    assert [batch.columns["id"].tolist() for batch in rest] == [b.columns["id"].tolist() for b in batches[3:]]
+    torch.save({"stream": batches[2].state}, tmp_path / "mine" / "model.pt")
+    with pytest.raises(StateError, match=r"holds no stream state.*not JSON.*resume_from=torch.load") as error:
+        tables.stream(50, resume_from=tmp_path / "mine" / "model.pt")
+    assert "of-another-run" not in str(error.value)
+    with pytest.raises(
+        StateError, match=r"not a stream state. Found: a dict with the keys \['stream'\].*that dict alone"
+    ):
+        tables.stream(50, resume_from={"stream": batches[2].state})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import uuid
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     from ray_lance_stream.checkpoint import Streams
     from ray_lance_stream.cli.loading import Loaded
+    from ray_lance_stream.location import TableRef
+    from ray_lance_stream.provenance import Provenance
 
 _CHECKPOINT: Final = "checkpoint"
 _STATE_DICT: Final = "state-dict"
@@ -27,29 +31,77 @@ _FORCE: Final = "pass --force to replace it"
 @click.option("--to", "kind", type=click.Choice([_CHECKPOINT, _STATE_DICT]), required=True, help="What to write.")
 @click.option("--name", metavar="NAME", help="The stream: to pick one of several, or to name a state dict's (train).")
 @click.option("--force", is_flag=True, help="Replace a state that is there already.")
+@options.uri_option
+@options.table_option
+@options.version
+@options.filter_sql
+@click.option("--no-shuffle", is_flag=True, help="The dataset was not shuffled.")
+@options.shuffle_clump_size
+@options.storage_option
 @options.debug
-def convert(source: str, target: str, kind: str, name: str | None, force: bool) -> None:
+def convert(
+    source: str,
+    target: str,
+    kind: str,
+    name: str | None,
+    force: bool,
+    uri: str | None,
+    table: str | None,
+    storage_options: Mapping[str, str],
+    **order_options: Any,
+) -> None:
     """Write the state in IN to OUT in another form.
 
     IN is a checkpoint directory, one of its files, or a JSON file with a state dict. --to checkpoint writes
     lance_stream.json into the directory OUT, which may be IN: the files of single ranks, which a run leaves if its
-    state manager was lost, are merged into it. --to state-dict writes what shard.state_dict() returns, as JSON.
+    state manager was lost, are merged into it. --to state-dict writes what shard.state_dict() returns, as JSON, which
+    StreamingDataset of lancedb.streaming continues too if it is in LanceDB's order.
+
+    A state dict that lancedb.streaming wrote does not say what it belongs to. Say it with --uri and --table, and
+    --version, --filter, --no-shuffle and --shuffle-clump-size if they were not the defaults.
 
     \b
     Examples:
       ray-lance-stream convert /runs/a/ckpt_12 /runs/a/ckpt_12 --to checkpoint
       ray-lance-stream convert /runs/a/ckpt_12 state.json --to state-dict
       ray-lance-stream convert state.json /runs/b/start --to checkpoint
+      ray-lance-stream convert lancedb.json /runs/c/start --to checkpoint \\
+          --uri /data/db --table digits --version 7
     """
+    if (uri is None) != (table is None):
+        raise click.UsageError("--uri and --table go together")
+    if uri is None and any(value not in (None, False) for value in order_options.values()):
+        raise click.UsageError("--version, --filter, --no-shuffle and --shuffle-clump-size need --uri and --table")
     from ray_lance_stream.checkpoint import locate
     from ray_lance_stream.cli.loading import load
 
-    loaded = load(source)
+    of = None
+    if uri is not None and table is not None:
+        of = functools.partial(_said, options.table_ref(uri, table, storage_options), **order_options)
+    loaded = load(source, of)
     filesystem, path = locate(target)
     if kind == _STATE_DICT:
         _write_state_dict(loaded, filesystem, path, name, force=force)
     else:
         _write_checkpoint(loaded, filesystem, path, name, force=force)
+
+
+def _said(
+    ref: TableRef, *, version: int | None, filter_sql: str | None, no_shuffle: bool, shuffle_clump_size: int | None
+) -> Provenance:
+    """What a state of ``lancedb.streaming`` is said to belong to; its splits and seed are its own."""
+    from ray_lance_stream.plan import OrderSpec
+    from ray_lance_stream.provenance import Provenance
+
+    order = OrderSpec(
+        num_splits=1,
+        shuffle=not no_shuffle,
+        shuffle_seed=0,
+        shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
+        filter=filter_sql,
+        order="lancedb",
+    )
+    return Provenance(table=ref.open(version).identity, order=order)
 
 
 def _write_checkpoint(loaded: Loaded, filesystem: pafs.FileSystem, path: str, name: str | None, *, force: bool) -> None:

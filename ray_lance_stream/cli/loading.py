@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from pyarrow import fs as pafs
 
-from ray_lance_stream.checkpoint import FILE_NAME, Streams, locate, read_streams, strict_json
+from ray_lance_stream.checkpoint import FILE_NAME, Streams, is_our_file, locate, read_streams, strict_json
 from ray_lance_stream.errors import ConfigError, MissingStateError, explain, shown
+from ray_lance_stream.provenance import Provenance
+from ray_lance_stream.resuming import read_state_dict
 from ray_lance_stream.state import StreamState
 
 DEFAULT_NAME: Final = "train"
-_STEM: Final = FILE_NAME.removesuffix("json")
-_MAX_BYTES: Final = 256 * 1024 * 1024  # as for checkpoints: a foreign file is not read into memory
 _MAX_SHOWN: Final = 400  # characters of the names of streams
 _MAX_LOOK: Final = 100  # directories looked into for a hint
 
@@ -40,23 +41,27 @@ class Loaded:
     is_state_dict: bool
 
 
-def load(text: str) -> Loaded:
+def load(text: str, of: Callable[[], Provenance] | None = None) -> Loaded:
     """Reads a checkpoint directory, one of its files, or a JSON file with a state dict.
+
+    Args:
+        text: Its path or URI.
+        of: Returns what a state dict of ``lancedb.streaming``, which does not say it, belongs to.
 
     Raises:
         MissingStateError: There is nothing of the kind.
         StateError: It is damaged or foreign.
         ConfigError: The text is no path and no URI.
     """
-    return load_from(*locate(text))
+    return load_from(*locate(text), of)
 
 
-def load_from(filesystem: pafs.FileSystem, path: str) -> Loaded:
+def load_from(filesystem: pafs.FileSystem, path: str, of: Callable[[], Provenance] | None = None) -> Loaded:
     """As :func:`load`, for a path on a file system."""
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.File:
         name = path.rsplit("/", 1)[-1]
-        state = _state_dict(filesystem, path, info.size)
+        state = read_state_dict(filesystem, path, of)
         if state is not None:
             return Loaded(
                 filesystem=filesystem, path=path, files=(name,), streams={DEFAULT_NAME: state}, is_state_dict=True
@@ -113,7 +118,7 @@ def versions_in(text: str) -> set[int]:
 def our_files(filesystem: pafs.FileSystem, directory: str) -> tuple[str, ...]:
     """Returns the names of the stream's files in a directory, the merged one first; none if there is no directory."""
     found = filesystem.get_file_info(pafs.FileSelector(directory, allow_not_found=True))
-    return tuple(sorted(f.base_name for f in found if f.is_file and _is_ours(f.base_name)))
+    return tuple(sorted(f.base_name for f in found if f.is_file and is_our_file(f.base_name)))
 
 
 def newest_stamp(filesystem: pafs.FileSystem, directory: str, files: tuple[str, ...]) -> Stamp:
@@ -125,23 +130,6 @@ def newest_stamp(filesystem: pafs.FileSystem, directory: str, files: tuple[str, 
             if type(first) is int and type(second) is int:
                 stamps.append((first, second))
     return max(stamps)
-
-
-def _is_ours(name: str) -> bool:
-    return name == FILE_NAME or (name.startswith(f"{_STEM}rank-") and name.endswith(".json"))
-
-
-def _state_dict(filesystem: pafs.FileSystem, path: str, size: int | None) -> StreamState | None:
-    """Reads a state dict; None if the file is anything else."""
-    if size is not None and size > _MAX_BYTES:
-        return None
-    with filesystem.open_input_stream(path) as source:
-        data = source.read()
-    try:
-        content: Any = strict_json(data)
-    except ValueError:
-        return None
-    return StreamState.from_dict(content) if isinstance(content, dict) and "kind" not in content else None
 
 
 def _nothing_there(filesystem: pafs.FileSystem, path: str, info: pafs.FileInfo) -> str:

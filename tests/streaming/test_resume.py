@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from ray_lance_stream import StateError, StateMismatchError
 from streaming.sides import (
     LANCEDB,
+    OURS,
     OpenTable,
     Side,
     State,
@@ -81,6 +83,27 @@ def test_a_merged_state_continues_on_the_other_side(
     first = take_cycles(datasets, 17)
     rest = take_cycles(reader.open(table_of(211), after, merged(writer, datasets), **options))
     assert first + rest == expected
+
+
+def test_states_of_lancedbs_ranks_are_merged_as_it_does(table_of: OpenTable) -> None:
+    """By us as well: the files of a run's ranks are there before a program moves over."""
+    table = table_of(211)
+    for size, cycles in ((2, 17), (4, 1), (1, 5)):
+        datasets = LANCEDB.open(table, size, **SHUFFLED)
+        states = [saved(dataset.state_dict()) for dataset in datasets]
+        assert OURS.dataset.merge_state_dicts(states) == LANCEDB.dataset.merge_state_dicts(states)
+        first = take_cycles(datasets, cycles)
+        state = merged(LANCEDB, datasets)
+        states = [saved(dataset.state_dict()) for dataset in datasets]
+        assert OURS.dataset.merge_state_dicts(states) == state
+        assert first + take_cycles(OURS.open(table, 3, state, **SHUFFLED)) == ids(OURS.one(table, **SHUFFLED))
+    apart = LANCEDB.open(table, 2, **SHUFFLED)
+    ids(apart[0], 8)
+    with pytest.raises(StateError, match=r"different numbers of cycles.*Found: state 0: 4, state 1: 0"):
+        OURS.dataset.merge_state_dicts([saved(dataset.state_dict()) for dataset in apart])
+    other = LANCEDB.one(table, **{**SHUFFLED, "shuffle_seed": 99}).state_dict()
+    with pytest.raises(StateMismatchError, match="shuffle_seed differs"):
+        OURS.dataset.merge_state_dicts([saved(apart[0].state_dict()), saved(other)])
 
 
 def test_ranks_in_the_middle_of_a_cycle_merge_to_what_each_of_them_took(side: Side, table_of: OpenTable) -> None:
