@@ -219,3 +219,48 @@ def test_a_trainer_of_other_data_is_refused(tables: Tables) -> None:
     batches.close()
     with opened_here(tables.stream(ROWS)) as shard:
         assert len(ours.StreamBatches(shard, micro_batch_size=3)) == 18
+
+
+@pytest.mark.slow
+def test_lightning_goes_on_with_the_next_batch_from_every_checkpoint(
+    tables: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every step and at every end of an epoch, by Lightning's own restoring, in this process."""
+    pl = pytest.importorskip("lightning.pytorch")
+    ours = importlib.import_module("ray_lance_stream.integrations.lightning")
+    wanted = list(reference(tables.stream(ROWS), 3).values())
+    saves: list[tuple[Path, dict[str, Any], int]] = []
+
+    def save(callback: Any, trainer: Any) -> None:
+        path = tmp_path / f"{len(saves)}.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)
+        saves.append((path, callback.batches.state().to_dict(), trainer.global_step))
+
+    monkeypatch.setattr(ours.StreamReportCallback, "_report", save)
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, taken: list[list[int]]) -> None:
+            super().__init__()
+            self.net, self.taken = torch.nn.Linear(3, 1), taken
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            self.taken.append(batch["id"].tolist())
+            return self.net(batch["x"].float() / 100).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def trained(path: Path | None, **resume: Any) -> list[list[int]]:
+        taken: list[list[int]] = []
+        batches = batches_of(tables.stream(ROWS, **resume))
+        quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
+        callback = ours.StreamReportCallback(batches, every_n_steps=1)
+        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", callbacks=[callback], **quiet)
+        trainer.fit(Module(taken), batches, ckpt_path=path)
+        batches.close()
+        return taken
+
+    assert trained(None) == wanted
+    assert len(saves) == 18 + 3
+    for path, state, step in list(saves):
+        assert trained(path, resume_from=state) == wanted[step:]
