@@ -26,7 +26,7 @@ from watchloops import Sleepy, watched
 from ray_lance_stream import LanceStream, PrefetchConfig
 from ray_lance_stream.progress import Progress
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 ROWS, RUN, TRAIN_S = 4000, "watched-run", 0.02
 # 8 rows take 0.16 s of a prefetcher, while a trainer would take them in 0.02 s.
 ROW_S = 0.02
