@@ -1,10 +1,9 @@
 """Language-model tokens: documents packed into sequences, and a loss that is the mean over all tokens of a step.
 
 Takes modules of Python's standard library as documents and their bytes as tokens. ``shard.loss_scale`` makes means
-over rows right, for any number of workers and micro-batches. A mean over tokens needs the counts: sequences hold
-different numbers of tokens to predict, because documents end and padding begins in their midst. Here each micro-batch
-adds the *sum* of its losses to the gradient, the ranks add up their counts, and the gradient is divided by the step's.
-At the end the weights are compared with those of one process that takes whole steps.
+over rows right, for any number of workers and micro-batches. A mean over tokens needs counts, for sequences differ in
+how many tokens there are to predict. Here each micro-batch adds the *sum* of its losses to the gradient, the ranks add up
+their counts, and the gradient is divided by the step's. At the end one process that takes whole steps has to agree.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 pytestmark = pytest.mark.cluster
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -24,7 +25,9 @@ def run_here(tmp_path: Path, one_node: None) -> Any:
     del one_node
 
     def run(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = importlib.import_module(name).main(tmp_path)
+        module = importlib.import_module(name)
+        ray.cloudpickle.register_pickle_by_value(module)  # as where it is the script; workers do not find it
+        found: dict[str, Any] = module.main(tmp_path)
         return found
 
     return run
@@ -48,6 +51,7 @@ def test_a_plain_loop_goes_on_bit_for_bit_without_ray(tmp_path: Path) -> None:
     assert (state["epoch"], state["samples_consumed_per_split"]) in [(2, 149), (3, 0), (2, [149] * 12), (3, [0] * 12)]
 
 
+@pytest.mark.slow
 def test_images_are_decoded_and_augmented_alike_for_workers_and_one_reader(run_here: Any) -> None:
     found = run_here("images")
     assert found["equal"]
@@ -56,6 +60,7 @@ def test_images_are_decoded_and_augmented_alike_for_workers_and_one_reader(run_h
     assert found["accuracy"] > 0.85
 
 
+@pytest.mark.slow
 def test_token_weighted_gradients_are_those_of_one_process(run_here: Any) -> None:
     found = run_here("tokens")
     assert found["tokens"] == found["tokens_of_workers"] > 10_000
@@ -63,6 +68,7 @@ def test_token_weighted_gradients_are_those_of_one_process(run_here: Any) -> Non
     assert found["apart"] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_program_and_a_checkpoint_of_lancedb_go_on_with_the_next_row(run_here: Any) -> None:
     found = run_here("moved")
     assert len(found["whole"]) == len(set(found["whole"])) == 1792 and found["before"] == 400
