@@ -121,7 +121,6 @@ class RunStream:
         self.session = session
         self.name: str | None = None
         self._begun_as: str | None = None
-        self._groups = 0  # that were started
         self.context = SimpleNamespace(execution_options=None)
 
     def shards(self, name: str, replicas: list[Replica], *, shared: bool = True) -> list[StreamShard]:
@@ -148,8 +147,7 @@ class RunStream:
             self.session.kill()
             self.session = start_session(self.config, self.session.recipe)
         self._begun_as = name
-        incarnation, world_size = self.session.begin(), len(replicas)
-        restarts, self._groups = self._groups, self._groups + 1
+        (incarnation, restarts), world_size = self.session.begin_group(), len(replicas)
         seats = [
             Seat(
                 name=name,

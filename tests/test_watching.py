@@ -103,7 +103,7 @@ def test_what_the_driver_sees(run: Run) -> None:
     assert [p.index for p in stats.prefetchers] == [0, 1] and stats.working == stats.wanted == 2
     for prefetcher in stats.prefetchers:
         assert prefetcher.node in nodes
-        assert prefetcher.transform_s == pytest.approx(prefetcher.rows * ROW_S, rel=0.5)
+        assert prefetcher.transform_s > 0.5 * prefetcher.rows * ROW_S  # it sleeps for no less
         assert prefetcher.take_s > 0 and 0.3 < prefetcher.busy_share <= 1 and prefetcher.take_share < 0.5
     assert stats.slowest is not None and stats.wait_share == stats.slowest.wait_share
     assert 0 < stats.rows_per_s < 4 / ROW_S and stats.epoch_and_step > (0, 0)
@@ -136,7 +136,7 @@ def test_a_shard_tells_of_itself(tables: Tables) -> None:
         stats = shard.stats()
         assert 0.01 < stats.wait_p50_s <= stats.wait_p99_s <= stats.wait_s
         assert stats.wait_share > 0.5 and "this worker waits" in stats.verdict
-        assert stats.waiting_s == 0 and stats.prefetchers == 2
+        assert stats.waiting_s == 0 and stats.prefetchers in (1, 2)  # the second one may still be starting
 
 
 # --- metrics ------------------------------------------------------------------------------------------
@@ -162,7 +162,8 @@ def test_the_endpoint_serves_every_metric_of_the_dashboard(run: Run) -> None:
     assert all(re.findall(r"ray_lance_stream_\w+", query) for query in queries)
 
     def ours() -> dict[str, list[tuple[dict[str, str], float]]]:
-        return {name: samples for name, samples in scraped().items() if name.startswith("ray_lance_stream_")}
+        found = {name: s for name, s in scraped().items() if name.startswith("ray_lance_stream_")}
+        return {name: [s for s in samples if s[0]["run"] != "-"] for name, samples in found.items()}  # of no run
 
     unseen = {"ray_lance_stream_retries_total", "ray_lance_stream_rows_skipped_total"}  # a counter of nothing
     wait_until(lambda: named - unseen <= set(ours()), 30, "every metric")
@@ -185,7 +186,10 @@ def test_the_endpoint_serves_every_metric_of_the_dashboard(run: Run) -> None:
     assert 0 < total(after, "budget_bytes") <= SMALL.max_buffer_bytes
 
 
-RAY_LABELS = {"Component", "JobId", "NodeAddress", "SessionName", "Version", "WorkerId", "NodeName", "NodeIP"}
+RAY_LABELS = {
+    *("Component", "JobId", "NodeAddress", "SessionName", "Version", "WorkerId", "NodeName", "NodeIP"),
+    *("otel_scope_name", "otel_scope_version", "otel_scope_schema_url"),
+}
 
 
 def total(samples: dict[str, list[tuple[dict[str, str], float]]], name: str) -> float:

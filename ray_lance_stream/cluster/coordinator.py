@@ -84,20 +84,20 @@ class Coordinator:
         """Returns the process id on the coordinator's node."""
         return os.getpid()
 
-    async def begin(self, proposed: int) -> int:
+    async def begin(self, proposed: int) -> tuple[int, int]:
         """Fences off older incarnations on every prefetcher, and waits for the first one to be there.
 
         Args:
             proposed: The new incarnation's id; a larger one is taken if the clock it came from went back.
 
         Returns:
-            The id.
+            The id, and how many incarnations there were before.
 
         Raises:
             PlacementError: No prefetcher could be started within ``placement_timeout_s``.
         """
         incarnation = max(self._roster.incarnation + 1, proposed)
-        self._roster.begin(incarnation)
+        before = self._roster.begin_group(incarnation)
         with self._leases.busy():
             await self._await_first()
             fenced = [
@@ -107,7 +107,7 @@ class Coordinator:
             # One that is being restarted has no old requests to drop, and one that hangs must not hold up the
             # run: the first new request tells it as well.
             await asyncio.wait(fenced, timeout=_FENCE_WAIT_S)
-        return incarnation
+        return incarnation, before
 
     async def pool(self) -> list[Any]:
         """Returns the handles of the prefetchers that have started; at least one."""

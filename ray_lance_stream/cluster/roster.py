@@ -97,6 +97,7 @@ class Roster:
         self._start = start
         self._id_of = id_of
         self._life = uuid.uuid4().hex
+        self._groups = 0  # of workers, that were started
         self._sizing = Sizing(config.min_actors, config.max_actors, config.shrink_after_s)
         self._hands: list[Hand] = []
         self._reports: dict[str, tuple[float, Report]] = {}  # by holder: when it came, and what it says
@@ -163,6 +164,12 @@ class Roster:
 
     # ------------------------------------------------------------------ consumers
 
+    def begin_group(self, incarnation: int) -> int:
+        """Starts the incarnation of a worker group; returns how many groups there were before."""
+        before, self._groups = self._groups, self._groups + 1
+        self.begin(incarnation)
+        return before
+
     def begin(self, incarnation: int) -> None:
         """Starts an incarnation: consumers of older ones count no more."""
         self.incarnation = incarnation
@@ -177,6 +184,8 @@ class Roster:
             now = time.monotonic()
             self._reports[report.holder] = (now, report)
             self._sightings.consumer(report.holder, report, now)
+            if report.sight is not None:  # as with the incarnation
+                self._groups = max(self._groups, report.sight.seat.restarts + 1)
             if report.life not in ("", self._life):
                 self._known_before = max(self._known_before, len(report.may_ask))
         ready = self.ready

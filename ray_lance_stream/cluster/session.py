@@ -49,7 +49,11 @@ class Session:
     recipe: Parcel = field(repr=False)  # held so that a restarted actor finds it
 
     def begin(self) -> int:
-        """Starts a new incarnation and returns its id. Waits for a prefetcher.
+        """Starts a new incarnation and returns its id; see :meth:`begin_group`."""
+        return self.begin_group()[0]
+
+    def begin_group(self) -> tuple[int, int]:
+        """Starts a new incarnation; returns its id, and how many there were before. Waits for a prefetcher.
 
         Raises:
             PlacementError: No prefetcher could be placed in time.
@@ -60,9 +64,9 @@ class Session:
         while waiting:  # placing prefetchers may take longer than actors live without a lease
             self.renew("driver")
             _, waiting = ray.wait(waiting, timeout=self.prefetch.idle_timeout_s / 4)
-        incarnation: int = answer_of(begun)
+        incarnation, before = answer_of(begun)
         answer_of(self.manager.begin.remote(incarnation))
-        return incarnation
+        return incarnation, before
 
     def renew(self, holder: str) -> list[ray.ObjectRef[Any]]:
         """Takes or renews a holder's lease on both actors. Does not wait."""
