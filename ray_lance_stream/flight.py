@@ -17,6 +17,7 @@ from typing import Any, Final
 from ray_lance_stream.errors import BlockError, LanceStreamError, StreamClosedError, explain
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
+from ray_lance_stream.storage import RefusedError
 from ray_lance_stream.waits import LoopClock, Patience
 
 logger = logging.getLogger("ray_lance_stream")
@@ -185,7 +186,9 @@ class Dispatcher:
                 return known
         told = cause if isinstance(cause, BaseException) else error
         failure = BlockError(
-            explain(
+            str(told)  # it says what to do
+            if isinstance(told, RefusedError)
+            else explain(
                 f"the block of {flight.ranges} could not be built in {flight.attempt} attempt(s)",
                 found=f"{type(told).__name__}: {str(told).strip()}",
                 expected="a block",

@@ -263,16 +263,20 @@ def test_a_run_that_the_store_refuses_writes_them_nowhere(
     }
     with pytest.raises(ray.train.TrainingFailedError) as error:
         fit(train_until_refused, streams, 1, tmp_path)
-    assert "the storage refused the credentials" in str(error.value)
     assert_hidden(error.value)
     said = {entry["stream"]: entry["error"] for entry in read_log(tmp_path) if "error" in entry}
     assert set(said) == {"train", "other"}, "both ways of giving credentials were refused"
+    assert all("the storage refused the credentials" in text for text in said.values())
     assert leaks(str(said)) == []
 
     assert list(tmp_path.rglob("lance_stream.json")), "there is a checkpoint"
     seen: Any = ray_state  # untyped
     listed = [seen.list_actors(detail=True), seen.list_tasks(detail=True), seen.list_workers(detail=True)]
-    listed += [seen.list_objects(detail=True), seen.list_runtime_envs(detail=True), seen.list_jobs(detail=True)]
+    listed += [
+        seen.list_objects(detail=True, raise_on_missing_output=False),
+        seen.list_runtime_envs(detail=True),
+        seen.list_jobs(detail=True),
+    ]
     internal: Any = ray._private.state
     listed += [internal.actors(), ray.util.list_named_actors(all_namespaces=True)]
     assert "Prefetcher" in str(listed[0]) and "StateManager" in str(listed[0])
