@@ -188,7 +188,7 @@ DEPARTURES = (
     Departure("states have the keys format and provenance", "they can be refused", states_say_what_they_belong_to),
     Departure("merging ranks at different cycles fails", "rows would be lost", ranks_at_different_cycles_do_not_merge),
     Departure(
-        "several ranks refuse a state within a cycle",
+        "several ranks refuse a state within a cycle that leaves them at different distances from the end",
         "they would end a step apart",
         several_ranks_do_not_continue_inside_a_cycle,
     ),
