@@ -414,7 +414,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     @property
     def prefetch_queue_depth(self) -> int:
-        """Rows that are ready to be handed out."""
+        """Rows that are ready to be handed out; of packed documents those that are here and were not begun."""
         return self._rows.rows_ready
 
     @property

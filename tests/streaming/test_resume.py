@@ -124,16 +124,16 @@ def test_ranks_in_the_middle_of_a_cycle_merge_to_what_each_of_them_took(side: Si
     assert sorted(taken[0] + taken[1] + rest) == list(range(24))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_state_after_any_batch_continues_where_it_was_taken(table_of: OpenTable, data: Any) -> None:
     """Within a cycle or not: with the state of all ranks, and each rank with its own."""
-    table, splits = table_of(48), data.draw(st.integers(1, 9), label="splits")
+    table, splits = table_of(24), data.draw(st.integers(2, 8), label="splits")
     size = data.draw(st.integers(1, splits), label="ranks")
     widths = owned_counts(size, splits)
     share = data.draw(st.integers(1, 7), label="batch")
     batches = [share * width for width in widths] if splits % size else [share] * size
-    options = SHUFFLED | {"num_splits": splits, "epoch": data.draw(st.integers(0, 2), label="epoch")}
+    options = SHUFFLED | {"num_splits": splits, "order": "feistel"}  # at once, where LanceDB's takes a while
 
     def loaders(datasets: list[Any]) -> list[Any]:
         return [OURS.loader(dataset, batch_size=batch) for dataset, batch in zip(datasets, batches, strict=True)]
@@ -142,7 +142,9 @@ def test_a_state_after_any_batch_continues_where_it_was_taken(table_of: OpenTabl
     assert len({len(share) for share in expected}) == 1
     state: State | None = None
     place = 0
-    while place < len(expected[0]):  # stopped and resumed again and again
+    for _ in range(3):  # stopped and resumed again
+        if place == len(expected[0]):
+            break
         datasets = OURS.open(table, size, state, **options)
         count = data.draw(st.integers(1, len(expected[0]) - place), label="batches")
         taken = [batch_ids(loader, count) for loader in loaders(datasets)]
