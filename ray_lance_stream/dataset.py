@@ -44,6 +44,11 @@ class StreamingDataset(IterableDataset[Any]):
 
     Iterating yields the rest of the epoch; after its end the next one follows, and after a ``break`` the next row.
 
+    Torch's own ``DataLoader`` works as well (without ``num_workers``, or nothing is known of the state), but its batch
+    size is not known here. Where ``world_size`` does not divide ``num_splits``, pass ``q * len(dataset.owned_splits)``
+    with the same q on every rank, or the ranks take different numbers of batches and wait for one another for ever;
+    ``StreamingDataLoader`` checks that.
+
     Args:
         table: The open table. The version it stands at now is read, whatever is written later. One in memory goes to
             other processes whole; a remote one with its API key, unless there is a ``connection_factory``.

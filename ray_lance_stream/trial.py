@@ -30,8 +30,8 @@ def try_rows(transform: Transform, policy: ErrorPolicy, batch: pa.RecordBatch, c
     try:
         return sifted(transform(batch, context), context)
     except UserError as error:
-        rows = shown(context.row_numbers.tolist())
-        if not policy.tolerates(error.user_error, f"a batch of the table's rows {rows}"):
+        numbers = shown(context.row_numbers.tolist())
+        if not policy.tolerates(error.user_error, f"a batch of the table's rows {numbers}"):
             raise
     trial = _Trial(transform, policy, batch, context)
     trial.run(0, batch.num_rows)

@@ -294,10 +294,10 @@ def test_what_is_no_exception_is_no_error_of_rows() -> None:
 
         return Transform(transform)
 
-    for error in (KeyboardInterrupt("stop"), SystemExit(3)):
-        with pytest.raises(type(error)) as info:
-            raising(error)(BATCH, context())
-        assert info.value is error
+    for of_process in (KeyboardInterrupt("stop"), SystemExit(3)):
+        with pytest.raises(type(of_process)) as info:
+            raising(of_process)(BATCH, context())
+        assert info.value is of_process
     for error in (GeneratorExit("closed"), BaseException("panic")):
         with pytest.raises(TransformError, match=rf"failed.*{type(error).__name__}: {error}.*Remedy: correct") as told:
             raising(error)(BATCH, context())
