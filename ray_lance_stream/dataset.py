@@ -99,6 +99,8 @@ class StreamingDataset(IterableDataset[Any]):
         ...     print(row["id"], dataset.state_dict()["samples_consumed_per_split"])
     """
 
+    _loads = 0  # states that were loaded
+
     def __init__(
         self,
         table: Any,
@@ -368,6 +370,7 @@ class StreamingDataset(IterableDataset[Any]):
             loaded, epoch_given=self._epoch_given, check=lambda place: check_place(place, state, self._replica)
         )
         self._in_use = None
+        self._loads += 1
 
     @staticmethod
     def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
