@@ -31,7 +31,7 @@ from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
 from ray_lance_stream.storage import CannotOpenError, RefusedError
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
-from ray_lance_stream.trial import sifted, try_rows, with_left_out
+from ray_lance_stream.trial import replacements, sifted, try_rows, with_left_out
 from ray_lance_stream.unreadable import without_secrets
 from ray_lance_stream.userplan import UserPlan
 
@@ -92,7 +92,7 @@ class BlockBuilder:
             TableVersionError: The version is gone.
             StateMismatchError: The version holds other data than the spec says.
             ConfigError: Fewer rows than splits, an unknown column, a filter that cannot be read.
-            TransformError: The transform fails on the first rows.
+            TransformError: The transform fails on the first rows, or the policy's ``ReplaceRow`` does not fit them.
             OSError: The storage; without the values of ``storage_options``.
         """
 
@@ -102,7 +102,10 @@ class BlockBuilder:
             return handle, matching, self._probe(plan, handle.num_rows, matching, deadly)
 
         handle, matching, probe = self._reading(opened)
-        bytes_per_row = max(1.0, probe.nbytes / probe.num_rows)
+        bytes_per_row = max(1.0, probe.nbytes / max(1, probe.num_rows))
+        replacement = None if self._recipe.policy is None else self._recipe.policy.replacement
+        if replacement is not None and self._fixes_schema:
+            replacements(replacement, 1, probe.schema)  # checks it
         return dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row), matching
 
     def count_plan(self, spec: PlanSpec, factor: int) -> tuple[tuple[PlanHandle, Ranges], IntArray | None]:
@@ -209,10 +212,16 @@ class BlockBuilder:
             table = block.rows if isinstance(block, Sifted) else block
             assert isinstance(table, pa.Table)
             start, left = start + cycles, first.layout.rows_per_split - start - cycles
-            if table.num_rows:
+            replaced = sum(row.replaced for row in block.skipped) if isinstance(block, Sifted) else 0
+            if table.num_rows > replaced:  # what stands in for rows does not say what these look like
                 return table
             if left <= 0 or start * splits >= _MOST_PROBE_ROWS:
                 assert isinstance(block, Sifted)
+                known = self._known_schema(plan)
+                if known is not None:
+                    return pa.Table.from_batches([], schema=known)
+                if replaced:
+                    return table
                 raise TransformError(
                     explain(
                         f"the transform failed on each of the first {start * splits} rows",
@@ -222,6 +231,12 @@ class BlockBuilder:
                     )
                 )
             cycles = min(left, cycles * 4)
+
+    def _known_schema(self, plan: Plan) -> pa.Schema | None:
+        transform = self._recipe.transform
+        if transform is None:
+            return None
+        return transform.known_schema(self._table(plan.spec).take(np.empty(0, np.int64), self._recipe.columns).schema)
 
     def _build(
         self, plan: Plan, ranges: Ranges, deadly: Sequence[SkippedRow] = ()

@@ -15,12 +15,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_lance_stream.agreement import agreement_of
 from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig
-from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.opening import block_recipe
 from ray_lance_stream.packedstream import PackedStream
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.rowcursor import check_place, named
 from ray_lance_stream.rowsource import RowSource
 from ray_lance_stream.rowstream import RowStream
 from ray_lance_stream.sifting import ErrorPolicy, OnTransformError, SkippedRow
@@ -42,6 +43,11 @@ class StreamingDataset(IterableDataset[Any]):
     in blocks, by threads of this process or by Ray actors (see ``StreamingDataLoader``).
 
     Iterating yields the rest of the epoch; after its end the next one follows, and after a ``break`` the next row.
+
+    Torch's own ``DataLoader`` works as well (without ``num_workers``, or nothing is known of the state), but its batch
+    size is not known here. Where ``world_size`` does not divide ``num_splits``, pass ``q * len(dataset.owned_splits)``
+    with the same q on every rank, or the ranks take different numbers of batches and wait for one another for ever;
+    ``StreamingDataLoader`` checks that.
 
     Args:
         table: The open table. The version it stands at now is read, whatever is written later. One in memory goes to
@@ -92,6 +98,8 @@ class StreamingDataset(IterableDataset[Any]):
         >>> for row in dataset:
         ...     print(row["id"], dataset.state_dict()["samples_consumed_per_split"])
     """
+
+    _loads = 0  # states that were loaded
 
     def __init__(
         self,
@@ -267,7 +275,17 @@ class StreamingDataset(IterableDataset[Any]):
         ticket = self._in_use = object()
         try:
             self._become_worker()
-            yield from self._rows.rows(self._source.open())
+            for row in self._rows.rows(self._source.open()):
+                yield row
+                if self._in_use is not ticket:  # the state stands elsewhere: it would not cover what comes here
+                    raise StreamClosedError(
+                        explain(
+                            "the dataset was moved to a state, which has ended this iteration",
+                            found="load_state_dict while iterating",
+                            expected="a new iteration after it",
+                            remedy="iterate anew, which begins with the row after that state",
+                        )
+                    )
         except UserError as error:
             raise error.user_error from error
         finally:
@@ -314,7 +332,9 @@ class StreamingDataset(IterableDataset[Any]):
         """Returns the state after the last row handed out: plain JSON types.
 
         Exact for this rank's splits; of the others it says as many rows as cycles were completed here. Merge the
-        states of all ranks (``merge_state_dicts``) where rows were skipped, and always where they are packed.
+        states of all ranks (``merge_state_dicts``) where rows were skipped or this is within a cycle (not every owned
+        split has given as many rows), and always where they are packed. Within a cycle it names its rank: no other
+        one can continue it.
 
         Raises:
             StateError: Rows are packed, and this is within a cycle.
@@ -325,20 +345,32 @@ class StreamingDataset(IterableDataset[Any]):
                 "cannot checkpoint a standard DataLoader with num_workers > 0: which of the rows its workers read were "
                 "handed out is not known here. Use StreamingDataLoader instead."
             )
-        return self._rows.state().to_dict()
+        return named(self._rows.state(), self._replica)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the row after a state, of this class or of ``lancedb.streaming`` (with ``order="lancedb"``).
 
+        A state taken after whole cycles continues at any number of ranks. One taken within a cycle continues on one
+        rank; merged, at any number of ranks at which every rank's splits have given as many rows (of as many cycles,
+        where ranks own unequally many splits), as they have at the number it was taken at if all ranks had taken as
+        many batches; and a rank's own on that rank, at the same ``world_size``. Each rank then goes on with its own
+        splits, those that are behind first.
+
+        An iteration under way ends: its next row is a ``StreamClosedError``.
+
         Raises:
-            StateError: It is damaged, or was taken within a cycle and this is one of several ranks.
+            StateError: It is damaged, or was taken within a cycle and cannot be continued here.
             StateMismatchError: It belongs to other data; the message names the field and the remedy.
             TableVersionError: The table version it was taken from is gone.
         """
         loaded = StreamState.from_dict(state, of=self._rows.provenance)
         if "table" not in self._rows.config.allow_changes:
             self._source.check_table(loaded.provenance.table)
-        self._rows.load(loaded, epoch_given=self._epoch_given)
+        self._rows.load(
+            loaded, epoch_given=self._epoch_given, check=lambda place: check_place(place, state, self._replica)
+        )
+        self._in_use = None
+        self._loads += 1
 
     @staticmethod
     def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -390,7 +422,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     @property
     def prefetch_queue_depth(self) -> int:
-        """Rows that are ready to be handed out."""
+        """Rows that are ready to be handed out; of packed documents those that are here and were not begun."""
         return self._rows.rows_ready
 
     @property

@@ -69,6 +69,25 @@ class TransformError(LanceStreamError, RuntimeError):
     """The user's transform failed, or returned something that cannot become a block."""
 
 
+class UnpicklableError(LanceStreamError, RuntimeError):
+    """Stands for an exception that could not be sent to another process: what it said, as text.
+
+    Attributes:
+        type_name: The name of its type.
+        text: Its message.
+        traceback_text: Where it was raised.
+    """
+
+    def __init__(self, type_name: str, text: str = "", traceback_text: str = "") -> None:
+        super().__init__(type_name, text, traceback_text)
+        self.type_name = type_name
+        self.text = text
+        self.traceback_text = traceback_text
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.text}" if self.text else self.type_name
+
+
 class BlockError(LanceStreamError, RuntimeError):
     """A block could not be built after the allowed number of attempts."""
 

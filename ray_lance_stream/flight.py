@@ -180,6 +180,8 @@ class Dispatcher:
         return False
 
     def _final(self, flight: Flight, error: BaseException) -> BaseException:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return error  # a transform of this process means the process
         cause = getattr(error, "cause", None)  # of an error that an actor raised
         for known in (error, cause):
             if isinstance(known, LanceStreamError):

@@ -163,17 +163,28 @@ class _Batches(Iterator[Any]):
                     remedy="iterate the loader anew, which begins with the rows of the batch that failed",
                 )
             )
-        mark = self._dataset._mark()
+        mark, loads = self._dataset._mark(), self._dataset._loads
         self._rows.taken = 0
         try:
-            return next(self._batches)
+            batch = next(self._batches)
+            if self._dataset._loads != loads:  # by collate_fn, or another thread
+                raise StreamClosedError(
+                    explain(
+                        "the dataset was moved to a state while this batch was made",
+                        found="load_state_dict within a batch, whose rows the state does not cover",
+                        expected="a new iteration after it",
+                        remedy="iterate the loader anew, which begins with the row after that state",
+                    )
+                )
+            return batch
         except StopIteration:
             self._rows.close()
             raise
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             self._rows.close()
-            if self._rows.taken:  # else another iterator may be the one that moves the dataset
+            # Else another iterator, or a state that was loaded, is what has moved the dataset.
+            if self._rows.taken and self._dataset._loads == loads:
                 self._dataset._rewind(mark)
             raise
 

@@ -50,8 +50,9 @@ class DocumentFeed:
 
     @property
     def documents_ready(self) -> int:
-        """Documents that are here and not packed."""
-        return sum(self.reader.count(lane) - fed for lane, fed in enumerate(self._fed))
+        """Documents that are here, and that no block has begun; of those packers were given, only what blocks need."""
+        unread = sum(self.reader.count(lane) - fed for lane, fed in enumerate(self._fed))
+        return unread + sum(packer.documents_ready for packer in self._packers)
 
     def documents_left(self, documents_per_split: int) -> int:
         """Returns how many documents of the splits no block has begun."""

@@ -69,7 +69,7 @@ class PackedStream(StreamBase[PackedCursor]):
 
     @property
     def rows_ready(self) -> int:
-        """Documents that are here and not packed."""
+        """Documents that are here, and that no block has begun."""
         return 0 if self._feed is None else self._feed.documents_ready
 
     # ------------------------------------------------------------------ blocks

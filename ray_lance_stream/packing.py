@@ -105,6 +105,12 @@ class SplitPacker:
         return sum(len(chunk.tokens) for chunk in list(self._chunks))  # a copy: other threads may ask
 
     @property
+    def documents_ready(self) -> int:
+        """Documents that were fed, and that no block has begun."""
+        head, chunks = self._head, list(self._chunks)  # a copy: other threads may ask
+        return sum(int((c.starts >= head).sum()) for c in chunks if c.positions is not None)
+
+    @property
     def tokens_wanted(self) -> int:
         """Tokens, separators among them, that this epoch can use beyond those fed. At 0, stop reading.
 

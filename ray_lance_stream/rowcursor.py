@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final
 
 from ray_lance_stream.counts import SplitCounts
-from ray_lance_stream.errors import StateError, explain
+from ray_lance_stream.errors import StateError, explain, shown
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
+from ray_lance_stream.topology import Replica
+
+_OF_RANK: Final = "of_rank"  # in a state within a cycle that knows one rank's splits only: [rank, world_size]
 
 
 @dataclass(kw_only=True)
@@ -40,22 +46,7 @@ class RowCursor:
 
     @classmethod
     def at(cls, state: StreamState, owned: range) -> RowCursor:
-        """The row after a state.
-
-        Raises:
-            StateError: The state lies within a cycle, and the splits are those of several ranks: they would be a
-                cycle apart for the rest of the epoch.
-        """
-        if not state.samples.uniform and len(owned) < state.samples.num_splits:
-            raise StateError(
-                explain(
-                    "the state was taken within a cycle; several ranks cannot continue it",
-                    found="splits with different numbers of consumed rows",
-                    expected="the same number for every split",
-                    remedy="take the state when every split has given the same number of rows (a batch size that is a "
-                    "multiple of the splits a rank owns), or continue it on one rank",
-                )
-            )
+        """The row after a state."""
         return cls(epoch=state.epoch, samples=state.samples.to_list(), positions=state.positions.to_list(), owned=owned)
 
     @property
@@ -86,3 +77,57 @@ class RowCursor:
     def copy(self) -> RowCursor:
         """Returns a cursor that stays where this one is."""
         return dataclasses.replace(self, samples=list(self.samples), positions=list(self.positions))
+
+
+def named(state: StreamState, replica: Replica) -> dict[str, Any]:
+    """Returns a rank's state as a dict, which says whose it is where no other rank can continue it."""
+    alone = replica.dp_size > 1 and state.packed is None and not state.samples.uniform
+    return state.to_dict() | ({_OF_RANK: [replica.dp_rank, replica.dp_size]} if alone else {})
+
+
+def check_place(state: StreamState, saved: Mapping[str, Any], replica: Replica) -> None:
+    """Checks that ranks which all begin at a state have as far to go to the end of the epoch.
+
+    After a cycle they have. Within one, each rank goes on with its own splits, those that are behind first: no row is
+    missing or comes twice, but ranks whose splits are ahead by unequally many rows would end batches apart.
+
+    Args:
+        state: The state.
+        saved: What it was read from.
+        replica: This rank.
+
+    Raises:
+        StateError: They have not, or the state is that of one rank and knows too little of the others.
+    """
+    counts = state.samples
+    if counts.uniform or state.packed is not None:
+        return
+    samples, here = counts.to_list(), [replica.dp_rank, replica.dp_size]
+    of_rank = saved.get(_OF_RANK)
+    if of_rank is not None and of_rank != here:
+        raise StateError(
+            explain(
+                "the state is that of one rank, taken within a cycle: it does not say which rows the others gave",
+                found=f"[rank, world_size] {shown(of_rank)}",
+                expected=f"{here}, or a state of all ranks",
+                remedy="merge the states of all ranks, taken after the same batch, with merge_state_dicts",
+            )
+        )
+    ranks = [Replica(dp_rank=r, dp_size=replica.dp_size).owned_splits(len(samples)) for r in range(replica.dp_size)]
+    # As cycles: where ranks own unequally many splits, so do their batches differ in size.
+    cycles = [Fraction(sum(samples[split] for split in owned), len(owned)) for owned in ranks]
+    mine = ranks[replica.dp_rank]
+    others = [count for split, count in enumerate(samples) if split not in mine]
+    # LanceDB's states do not say whose they are; a rank's own says of the others which cycles it completed itself.
+    of_lancedb = "provenance" not in saved and all(n == min(samples[split] for split in mine) for n in others)
+    if len(set(cycles)) > 1 and of_rank is None and not of_lancedb:
+        raise StateError(
+            explain(
+                "the state was taken within a cycle, and would leave these ranks at different distances from the end",
+                found="rows given by each rank's splits: "
+                + shown([sum(samples[split] for split in owned) for owned in ranks]),
+                expected="as many by each, or every split with the same number",
+                remedy="continue it at the number of ranks it was taken at, or on one rank; or take states when every "
+                "split has given the same number of rows (a batch size that is a multiple of the splits a rank owns)",
+            )
+        )

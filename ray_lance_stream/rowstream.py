@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -40,9 +40,15 @@ class RowStream(StreamBase[RowCursor]):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_agreed": 0}
 
-    def load(self, state: StreamState, *, epoch_given: int = 0) -> None:
+    def load(
+        self,
+        state: StreamState,
+        *,
+        epoch_given: int = 0,
+        check: Callable[[StreamState], None] | None = None,
+    ) -> None:
         """See ``StreamBase``."""
-        super().load(state, epoch_given=epoch_given)
+        super().load(state, epoch_given=epoch_given, check=check)
         self._agreed = 0
 
     def _next_epoch(self) -> None:
@@ -104,6 +110,9 @@ class RowStream(StreamBase[RowCursor]):
         """After a state within a cycle: the least advanced splits first, until all have given as many rows."""
         cursor = self.cursor
         last = max(cursor.samples[s] for s in self.owned)
+        if self._agreement is not None and last > cursor.completed_cycles:
+            # Ranks that stand at the cycle's begin agree about it as well, and the next one is agreed on together.
+            last = min(last, self._servable(reader, cursor.completed_cycles))
         for cycle in range(cursor.completed_cycles, last):
             for lane, split in enumerate(self.owned):
                 if cursor.samples[split] > cycle:

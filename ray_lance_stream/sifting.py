@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream.errors import ConfigError, explain, shown
+from ray_lance_stream.errors import ConfigError, TransformError, explain, shown
 from ray_lance_stream.permutation import IntArray
 
 
@@ -21,8 +21,8 @@ class ReplaceRow:
     """``on_transform_error=ReplaceRow(value)``: a row that fails becomes ``value``, so that none is missing.
 
     Attributes:
-        value: The row: a dict of values by column for a stream, whatever the transform makes of a row for a
-            ``StreamingDataset``.
+        value: The row: a dict of values by column for a stream, one of the token column where rows are packed, and
+            whatever the transform makes of a row for a ``StreamingDataset``.
     """
 
     value: Any
@@ -91,23 +91,45 @@ class ErrorPolicy:
         """What stands in for failing rows."""
         return self._choice if isinstance(self._choice, ReplaceRow) else None
 
-    def tolerates(self, error: Exception) -> bool:
-        """Whether the iteration goes on after this error of the transform."""
+    def tolerates(self, error: Exception, where: str) -> bool:
+        """Whether the iteration goes on after an error of the transform.
+
+        Args:
+            error: The error.
+            where: Which rows it is about, for messages.
+
+        Raises:
+            TransformError: ``on_transform_error`` is a function, and has failed itself.
+        """
         if callable(self._choice):
-            return bool(self._choice(error))
+            try:
+                return bool(self._choice(error))
+            except Exception as raised:
+                raise TransformError(
+                    explain(
+                        f"on_transform_error failed when it was asked about {where}",
+                        found=f"{_named(raised)}; it was asked about {_named(error)}",
+                        expected="a function of the exception that returns whether to leave the row out",
+                        remedy="correct the function",
+                    )
+                ) from raised
         return not self.raises
 
     def left_out(self, error: Exception, row_number: int, split: int, position: int) -> SkippedRow | None:
         """Returns how a row with this error is left out or replaced; None if it ends the iteration."""
-        if not self.tolerates(error):
+        if not self.tolerates(error, f"row {row_number} of the table (split {split}, position {position})"):
             return None
         return SkippedRow(
             row_number=row_number,
             split=split,
             position=position,
-            reason=f"{type(error).__name__}: {error}",
+            reason=_named(error),
             replaced=self.replacement is not None,
         )
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(kw_only=True)

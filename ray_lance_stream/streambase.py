@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -85,16 +85,23 @@ class StreamBase(ABC, Generic[C]):
         """Returns the state after the last row handed out."""
         return self.cursor.state(self.provenance)
 
-    def load(self, state: StreamState, *, epoch_given: int = 0) -> None:
+    def load(
+        self,
+        state: StreamState,
+        *,
+        epoch_given: int = 0,
+        check: Callable[[StreamState], None] | None = None,
+    ) -> None:
         """Moves to the row after a state, and to the table version it was taken from.
 
         Args:
             state: The state.
             epoch_given: The epoch the user asked for, 0 if none; a state of another one is refused.
+            check: Raises if this rank cannot go on from the state's place, once it is known to be of the same data.
 
         Raises:
             StateMismatchError: The state belongs to other data; the message names the field.
-            StateError: It was taken within a cycle, and this is one of several ranks.
+            StateError: It cannot be gone on from.
         """
         provenance = replace(self.config.continued(state.provenance), skips=state.provenance.skips)
         if state.provenance.skips.since(state.epoch, state.completed_cycles):
@@ -118,6 +125,8 @@ class StreamBase(ABC, Generic[C]):
                 state.epoch,
                 epoch_given,
             )
+        if check is not None:
+            check(state)
         cursor = self._at(state)
         self.drop_reader()
         self.provenance = provenance

@@ -36,12 +36,15 @@ from numpy.typing import NDArray
 
 from ray_lance_stream.agreement import ThreadAgreement
 from ray_lance_stream.columns import cast_to
+from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.state import merge_state_dicts
 from ray_lance_stream.transform import Transform, TransformContext
 
 if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.stream import LanceStream
+
+__all__ = ["GlobalBatch", "check_resume_at_every_step", "check_transform", "global_batches"]
 
 T = TypeVar("T")
 Columns = dict[str, NDArray[Any]]
@@ -91,7 +94,18 @@ def global_batches(
     Raises:
         AssertionError: The replicas differ in steps, micro-batches or states, or their loss scales do not
             add up.
+        ConfigError: ``stream`` is no ``LanceStream``.
     """
+    if not hasattr(stream, "open"):
+        raise ConfigError(
+            explain(
+                "these checks open a stream for any number of replicas",
+                found=f"an object of type {type(stream).__qualname__}",
+                expected="a LanceStream",
+                remedy="build one of the same table and arguments; for the rows of a StreamingDataset with "
+                "order='lancedb' and a global_batch_size",
+            )
+        )
     options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "prefetch_batches": prefetch_batches}
     batches: list[GlobalBatch] = []
     agreement = ThreadAgreement(world_size)
@@ -137,6 +151,7 @@ def check_resume_at_every_step(
 
     Raises:
         AssertionError: A run differs; the message names the step, the world sizes and the first difference.
+        ConfigError: ``stream`` is no ``LanceStream``.
     """
 
     def run(world_size: int, **options: Any) -> list[GlobalBatch]:

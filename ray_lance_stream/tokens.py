@@ -57,7 +57,28 @@ def packing_transform(table: ReadableTable, columns: Sequence[str] | None, trans
                 remedy="pass the name of a column of token ids in columns",
             )
         )
-    return Transform(token_lists)
+    return TokenLists()
+
+
+class TokenLists(Transform):
+    """Brings documents into one form."""
+
+    def __init__(self) -> None:
+        super().__init__(token_lists)
+
+    def known_schema(self, schema: pa.Schema) -> pa.Schema | None:
+        """Returns the schema of documents in that form."""
+        return pa.schema([pa.field(name, pa.large_list(pa.int64())) for name in schema.names])
+
+    def _what_failed(self, exc: BaseException, rows: int) -> str:
+        is_null = str(exc) == _NULLS
+        return explain(
+            _NULLS if is_null else "pack_sequences cannot use some token lists",
+            found=f"{'a null' if is_null else exc} among {rows} documents",
+            expected="lists of tokens that are 64-bit integers",
+            remedy="mend the rows, or leave them out with filter (such as 'tokens IS NOT NULL') or with "
+            "on_transform_error='skip'",
+        )
 
 
 def token_lists(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -99,7 +120,9 @@ def with_estimate(packing: Packing, recipe: BlockRecipe, spec: PlanSpec) -> Pack
     table, lengths = builder.open_table(spec.table.version), []
     for start in range(0, len(rows), _SAMPLED_AT_ONCE):
         lists: Any = table.take(rows[start : start + _SAMPLED_AT_ONCE], recipe.columns).column(0)
-        if lists.null_count and (recipe.policy is None or not recipe.policy.tolerates(ValueError(_NULLS))):
+        if lists.null_count and (
+            recipe.policy is None or not recipe.policy.tolerates(ValueError(_NULLS), "the documents of the estimate")
+        ):
             raise ValueError(_NULLS)
         found = pc.list_value_length(lists).cast(pa.int64()).fill_null(-1)  # not even a separator
         lengths.append(found.to_numpy())

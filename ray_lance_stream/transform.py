@@ -9,7 +9,9 @@ import functools
 import hashlib
 import inspect
 import os
+import pickle
 import struct
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,7 @@ from numpy.random.bit_generator import ISpawnableSeedSequence
 from numpy.typing import DTypeLike, NDArray
 
 from ray_lance_stream import columns
-from ray_lance_stream.errors import ConfigError, TransformError, explain
+from ray_lance_stream.errors import ConfigError, TransformError, UnpicklableError, explain
 
 _PACK_ROW = struct.Struct("<Q3q").pack
 _CONTEXT_NAMES = ("ctx", "context")
@@ -118,7 +120,10 @@ class TransformContext:
 
 
 class UserError(TransformError):
-    """The user's transform raised: ``user_error``, as it was."""
+    """The user's transform raised: ``user_error``, as it was.
+
+    Once pickled, an ``UnpicklableError`` stands for one that does not come through pickling.
+    """
 
     def __init__(self, message: str, user_error: Exception) -> None:
         super().__init__(message, user_error)
@@ -126,6 +131,32 @@ class UserError(TransformError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self.user_error
+        if isinstance(error, UnpicklableError):
+            return UserError, (str(self), error)
+        trace = "".join(traceback.format_exception(error))
+        return _unpickled, (str(self), _pickled(error), UnpicklableError(type(error).__qualname__, _said(error), trace))
+
+
+def _pickled(error: Exception) -> bytes | None:
+    """Returns an exception as bytes; with Ray loaded by its pickle, which knows classes defined in functions."""
+    pickler: Any = sys.modules.get("ray.cloudpickle", pickle)
+    try:
+        found: bytes = pickler.dumps(error)
+        return found if isinstance(pickle.loads(found), type(error)) else None
+    except Exception:  # anything: it is the user's code
+        return None
+
+
+def _unpickled(message: str, pickled: bytes | None, stand_in: UnpicklableError) -> UserError:
+    """Returns the error with the user's exception, if that can be made anew in this process."""
+    try:
+        error = stand_in if pickled is None else pickle.loads(pickled)
+    except Exception:  # anything: it is the user's code, or is not installed here
+        error = stand_in
+    return UserError(message, error if isinstance(error, Exception) else stand_in)
 
 
 class Transform:
@@ -219,15 +250,29 @@ class Transform:
                 raise TransformError(f"Output of transform {self.name}: {exc}") from exc.__cause__
             except Exception as exc:
                 raise self._failed(exc, batch.num_rows) from exc
+            except (KeyboardInterrupt, SystemExit):
+                raise  # of the process, not of the rows
+            except BaseException as exc:  # GeneratorExit, or a panic of native code: no row may be left out for it
+                raise TransformError(self._what_failed(exc, batch.num_rows)) from exc
 
     def _converted(self, output: Any, rows: int) -> Any:
         return columns.to_table(output, rows)
 
+    def known_schema(self, schema: pa.Schema) -> pa.Schema | None:
+        """Returns the schema of the output for rows of a schema, where no row has to be transformed to know it."""
+        del schema
+        return None
+
     def _failed(self, exc: Exception, rows: int) -> UserError:
+        return UserError(self._what_failed(exc, rows), exc)
+
+    def _what_failed(self, exc: BaseException, rows: int) -> str:
         expected = f"an output for the {rows} rows of the batch"
-        remedy = "correct the transform, or choose with on_transform_error which rows may be left out"
+        remedy = "correct the transform"
+        if isinstance(exc, Exception):
+            remedy += ", or choose with on_transform_error which rows may be left out"
         what = f"Transform {self.name} failed"
-        return UserError(explain(what, found=_text(exc), expected=expected, remedy=remedy), exc)
+        return explain(what, found=_text(exc), expected=expected, remedy=remedy)
 
     def _call(self, batch: pa.RecordBatch, ctx: TransformContext) -> Any:
         if self._instance is None:
@@ -296,4 +341,11 @@ def _text(exc: BaseException) -> str:
     """Returns an exception as text with its last three frames: it must survive the way to another process."""
     frames = [f for f in traceback.extract_tb(exc.__traceback__) if f.filename not in _OWN_FILES][-3:]
     where = ", ".join(f"{os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames)
-    return f"{type(exc).__name__}: {exc}" + (f" (at {where})" if where else "")
+    return f"{type(exc).__name__}: {_said(exc)}" + (f" (at {where})" if where else "")
+
+
+def _said(exc: BaseException) -> str:
+    try:
+        return str(exc)
+    except Exception:  # anything: it is the user's code
+        return "<no text: its __str__ fails>"

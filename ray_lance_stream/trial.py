@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream.columns import cast_to, to_table
+from ray_lance_stream.columns import OutputError, cast_to, to_table
+from ray_lance_stream.errors import TransformError, explain, shown
 from ray_lance_stream.request import Ranges
-from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
+from ray_lance_stream.sifting import ErrorPolicy, ReplaceRow, Sifted, SkippedRow
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext, UserError
 
 logger = logging.getLogger("ray_lance_stream")
@@ -29,7 +30,8 @@ def try_rows(transform: Transform, policy: ErrorPolicy, batch: pa.RecordBatch, c
     try:
         return sifted(transform(batch, context), context)
     except UserError as error:
-        if not policy.tolerates(error.user_error):
+        numbers = shown(context.row_numbers.tolist())
+        if not policy.tolerates(error.user_error, f"a batch of the table's rows {numbers}"):
             raise
     trial = _Trial(transform, policy, batch, context)
     trial.run(0, batch.num_rows)
@@ -43,8 +45,8 @@ def try_rows(transform: Transform, policy: ErrorPolicy, batch: pa.RecordBatch, c
     good = np.array([row for row in kept.tolist() if row not in trial.replaced], np.int64)
     table = transform(batch.take(good), context.take(good)) if len(good) else None
     if trial.replaced and policy.replacement is not None:
-        rows = to_table([policy.replacement.value] * len(trial.replaced), len(trial.replaced))
-        both = rows if table is None else pa.concat_tables([table, cast_to(rows, table.schema)])
+        rows = replacements(policy.replacement, len(trial.replaced), None if table is None else table.schema)
+        both = rows if table is None else pa.concat_tables([table, rows])
         places = np.concatenate([good, np.array(sorted(trial.replaced), np.int64)])
         table = both.take(np.argsort(places))
     return sifted(pa.table({}) if table is None else table, context.take(kept), tuple(trial.skipped))
@@ -113,14 +115,41 @@ def with_left_out(block: Sifted, policy: ErrorPolicy, ranges: Ranges, rows: Sequ
         objects = [*block.rows, *[replacement.value] * len(rows)]
         both: Any = [objects[index] for index in order.tolist()]
     else:
-        both = to_table([replacement.value] * len(rows), len(rows))
+        both = replacements(replacement, len(rows), block.rows.schema if len(block) else None)
         if len(block):
-            both = pa.concat_tables([block.rows, cast_to(both, block.rows.schema)])
+            both = pa.concat_tables([block.rows, both])
         both = both.take(order)
     where = np.array(places, np.int64)[order]
     return dataclasses.replace(
         block, rows=both, splits=where[:, 0].copy(), positions=where[:, 1].copy(), skipped=skipped, nbytes=_nbytes(both)
     )
+
+
+def replacements(replacement: ReplaceRow, count: int, schema: pa.Schema | None) -> pa.Table:
+    """Returns so many rows that stand in for others, with the schema of these if it is known.
+
+    Raises:
+        TransformError: The value is no row of the stream.
+    """
+    try:
+        table = to_table([replacement.value] * count, count)
+        return table if schema is None else cast_to(table, schema)
+    except (OutputError, TransformError) as error:
+        columns = "" if schema is None else ": " + ", ".join(f"{field.name} ({field.type})" for field in schema)
+        raise TransformError(
+            explain(
+                f"on_transform_error=ReplaceRow({shown(replacement.value)}) does not hold a row of the stream",
+                found=_what_differs(str(error)),
+                expected=f"a dict with a value for each column of the batches{columns}",
+                remedy="pass ReplaceRow such a dict",
+            )
+        ) from error.__cause__
+
+
+def _what_differs(text: str) -> str:
+    """Returns what a message about a block's columns says of a single row: that alone, without its remedy."""
+    said = text.split(" Expected:")[0].rstrip(".")
+    return said.replace("A block ", "It ").replace(" of a block does", " does")
 
 
 def sifted(rows: Any, context: TransformContext, skipped: tuple[SkippedRow, ...] = ()) -> Sifted:

@@ -26,6 +26,7 @@ from ray_lance_stream import (
     StateError,
     StateMismatchError,
     StreamingDataset,
+    TransformError,
     merge_state_dicts,
 )
 from ray_lance_stream.checkpoint import locate, read_streams, write_streams
@@ -421,8 +422,10 @@ def test_documents_that_fail_are_left_out_or_replaced_as_by_the_dataset(holes: A
                 pass
             assert [row.row_number for row in shard.skipped] == [row.row_number for row in dataset.skipped]
             assert shard.stats().rows_skipped == dataset.rows_skipped
-    with pytest.raises(Exception, match="does not support null token lists or values"):
+    with pytest.raises(Exception, match=r"^pack_sequences does not support null token lists or values.*filter"):
         global_batches(stream_of(holes))
+    with pytest.raises(TransformError, match=r"ReplaceRow\(\[77\]\).*tokens \(large_list"):
+        global_batches(stream_of(holes, on_transform_error=ReplaceRow([77])))
 
 
 # --- what is refused ---------------------------------------------------------------------------------

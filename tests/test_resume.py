@@ -24,7 +24,9 @@ from ray_lance_stream import (
     PrefetchConfig,
     StateError,
     StateMismatchError,
+    StreamingDataset,
     TableVersionError,
+    testing,
 )
 from ray_lance_stream.checkpoint import FILE_NAME, write_streams
 from ray_lance_stream.state import StreamState
@@ -281,6 +283,16 @@ def test_resume_from_takes_a_state_a_directory_a_file_or_a_uri(tables: Tables, t
     path = write_checkpoint(tmp_path / "checkpoint", state)
     for source in (state, path, str(path), f"file://{path}", path / FILE_NAME):
         assert ids(global_batches(tables.stream(resume_from=source), 3)) == rest
+
+
+def test_the_harness_says_what_it_wants(tables: Tables) -> None:
+    assert {"check_transform", "check_resume_at_every_step", "global_batches"} <= set(testing.__all__)
+    assert all(hasattr(testing, name) for name in testing.__all__)
+    table = lancedb.connect(tables.uri(24)).open_table("t")
+    dataset: Any = StreamingDataset(table, num_splits=4)
+    for check in (check_resume_at_every_step, global_batches):
+        with pytest.raises(ConfigError, match=r"type StreamingDataset.*Expected: a LanceStream.*order='lancedb'"):
+            check(dataset)
 
 
 def test_resume_from_is_where_the_stream_begins_for_the_harness_too(tables: Tables) -> None:

@@ -117,6 +117,30 @@ def test_a_replaced_row_keeps_its_place(tables: Tables) -> None:
     check_resume_at_every_step(stream, (1, 3))
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"id": -1}, r"lacks the column 'double'"),
+        ({"id": -1, "double": 0, "more": 1}, r"adds the column 'more'"),
+        ({"id": "x", "double": 0}, r"Column 'id' does not fit.*string is no int64"),
+        ({"id": 1.5, "double": 0}, r"Column 'id' does not fit"),
+        ({"id": object(), "double": 0}, r"cannot be stored"),
+        (None, r"lacks the column"),
+        ([9, 9], r"lacks the column"),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_replace_others_is_named_at_once(tables: Tables, value: Any, said: str) -> None:
+    """Before the first row fails; and where the first ones do, those that come through say what is wanted."""
+    for bad in (set(), set(range(20))):
+        with (
+            pytest.raises(TransformError, match=rf"ReplaceRow\(.*{said}.*id \(int64\), double \(int64\)") as info,
+            skipping(tables, bad, on_transform_error=ReplaceRow(value)).open() as shard,
+        ):
+            next(iter(shard.iter_batches()))
+        assert "return the same columns" not in str(info.value)
+
+
 def test_a_function_decides_which_errors_are_skipped(tables: Tables) -> None:
     def only_three(error: Exception) -> bool:
         return (isinstance(error, ValueError) and "[3]" in str(error)) or "[3, 4]" in str(error)

@@ -716,6 +716,21 @@ def test_a_request_of_a_newer_incarnation_raises_the_fence(tables: Tables) -> No
     assert (actor.stats()["blocks"], actor.stats()["dropped"]) == (2, 1)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3)], ids=repr)
+def test_a_transform_cannot_end_the_prefetcher(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """An error that is final: whoever is asked again would fail as well."""
+
+    def end(*_: Any) -> Any:
+        raise error
+
+    actor, plan = prefetcher(tables)
+    monkeypatch.setattr(actor._builder, "open_plan", end)
+    with pytest.raises(TransformError, match=rf"{type(error).__name__} was raised while opening a plan.*{error}"):
+        actor.open_plan(plan)
+
+
 def test_a_panic_of_native_code_does_not_end_the_prefetcher(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         pass

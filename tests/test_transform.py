@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream.errors import ConfigError, TransformError
-from ray_lance_stream.transform import Transform, TransformContext
+from ray_lance_stream.errors import ConfigError, TransformError, UnpicklableError
+from ray_lance_stream.transform import Transform, TransformContext, UserError
 
 ROWS = 4
 BATCH = pa.record_batch({"n": pa.array(range(ROWS)), "f": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32())})
@@ -241,6 +241,67 @@ def test_errors_of_the_users_code_name_the_transform_and_the_line() -> None:
 
     with pytest.raises(TransformError, match="no such model"):
         Transform(Unbuilt)(BATCH, context())
+
+
+class Locked(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+class NoText(Exception):
+    def __init__(self, lock: Any) -> None:
+        super().__init__(lock)
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(Locked("no key"), "no key"), (TwoArguments(7, "no key"), "7: no key"), (NoText(threading.Lock()), "__str__")],
+    ids=lambda value: type(value).__name__,
+)
+def test_errors_that_cannot_be_pickled_are_stood_in_for(error: Exception, text: str) -> None:
+    def failing(_: pa.RecordBatch) -> Any:
+        raise error
+
+    with pytest.raises(UserError) as info:
+        Transform(failing)(BATCH, context())
+    assert info.value.user_error is error
+    found = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(info.value))))
+    assert type(found) is UserError and str(found) == str(info.value)
+    stand_in = found.user_error
+    assert isinstance(stand_in, UnpicklableError)
+    assert stand_in.type_name == type(error).__name__ and text in stand_in.text
+    assert "in failing" in stand_in.traceback_text and "raise error" in stand_in.traceback_text
+    assert str(stand_in).startswith(type(error).__name__)
+    plain = pickle.loads(pickle.dumps(UserError("text", KeyError("key"))))
+    assert type(plain.user_error) is KeyError and plain.user_error.args == ("key",)
+
+
+def test_what_is_no_exception_is_no_error_of_rows() -> None:
+    """Even where errors are tolerated: that the process is to end is no property of a row."""
+
+    def raising(error: BaseException) -> Transform:
+        def transform(_: pa.RecordBatch) -> Any:
+            raise error
+
+        return Transform(transform)
+
+    for of_process in (KeyboardInterrupt("stop"), SystemExit(3)):
+        with pytest.raises(type(of_process)) as info:
+            raising(of_process)(BATCH, context())
+        assert info.value is of_process
+    for error in (GeneratorExit("closed"), BaseException("panic")):
+        with pytest.raises(TransformError, match=rf"failed.*{type(error).__name__}: {error}.*Remedy: correct") as told:
+            raising(error)(BATCH, context())
+        assert not isinstance(told.value, UserError)
 
 
 def test_output_that_makes_no_block_names_the_transform() -> None:

@@ -15,7 +15,7 @@ from ray_lance_stream.cluster.meter import BusyTime
 from ray_lance_stream.cluster.metrics import PrefetcherMetrics
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.sightings import Workload
-from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError
+from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError, TransformError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -151,6 +151,15 @@ def _no_panic(doing: str) -> Iterator[None]:
         yield
     except Exception:
         raise
+    except (KeyboardInterrupt, SystemExit) as error:  # of the user's code; final, where others are tried again
+        raise TransformError(
+            explain(
+                f"{type(error).__name__} was raised while {doing}",
+                found=f"{type(error).__name__}: {error}",
+                expected="a block, or an error of the transform",
+                remedy="raise an exception in the transform, and leave ending the process to the training loop",
+            )
+        ) from None
     except BaseException as error:  # a panic in native code is no Exception, and would end the actor
         raise RuntimeError(f"{type(error).__name__} while {doing}: {error}") from None
 

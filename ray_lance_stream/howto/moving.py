@@ -35,7 +35,9 @@ True
 
 * ``global_batch_size`` is new: the rows of a step on all workers, a multiple of ``num_splits``.
 * With several ranks, merge their states first (``StreamingDataset.merge_state_dicts``). Ranks that stand at different
-  cycles are an error here; LanceDB loses rows then.
+  cycles are an error here; LanceDB loses rows then. A state taken within a cycle (by batches no multiple of the
+  splits a rank owns) goes on in ``StreamingDataset`` on one rank or on as many as took it, after as many batches each,
+  not in ``LanceStream``.
 * A *new* run need not keep LanceDB's order. ``LanceStream``'s own, ``order="feistel"``, starts at once whatever the
   size of the table.
 * ``world_size`` need not divide ``num_splits``, and ``num_workers`` changes speed only.

@@ -10,6 +10,7 @@ from typing import Any
 import lancedb
 import pytest
 from conftest import Tables, rows_from
+from torch.utils.data import DataLoader
 
 from ray_lance_stream import ConfigError, StateError, StateMismatchError
 from streaming.sides import LANCEDB, Side, ids, merged, saved, take_cycles
@@ -112,6 +113,14 @@ def any_number_of_ranks_up_to_that_of_splits(case: Case) -> None:
         assert take_cycles(case.ours.open(case.table(211), world_size, num_splits=7), num_splits=7) == expected
 
 
+def torchs_own_loader_gets_a_multiple_of_the_owned_splits(case: Case) -> None:
+    datasets = case.ours.open(case.table(240), 5, num_splits=12)
+    loaders = [DataLoader(dataset, batch_size=2 * len(dataset.owned_splits)) for dataset in datasets]
+    assert [len(list(loader)) for loader in loaders] == [10] * 5
+    with pytest.raises(ConfigError, match="unequally"):
+        case.ours.loader(datasets[0], batch_size=5)
+
+
 def a_state_of_other_data_is_refused(case: Case) -> None:
     options: dict[str, Any] = {"filter": "id < 20", "epoch": 1, "shuffle_clump_size": 2}
     state = case.state(**options)
@@ -188,7 +197,7 @@ DEPARTURES = (
     Departure("states have the keys format and provenance", "they can be refused", states_say_what_they_belong_to),
     Departure("merging ranks at different cycles fails", "rows would be lost", ranks_at_different_cycles_do_not_merge),
     Departure(
-        "several ranks refuse a state within a cycle",
+        "several ranks refuse a state within a cycle that leaves them at different distances from the end",
         "they would end a step apart",
         several_ranks_do_not_continue_inside_a_cycle,
     ),
@@ -212,6 +221,11 @@ DEPARTURES = (
     ),
     Departure(
         "world_size need not divide num_splits", "a cluster shrinks by one", any_number_of_ranks_up_to_that_of_splits
+    ),
+    Departure(
+        "batches are then multiples of the owned splits",
+        "ranks would take unequally many",
+        torchs_own_loader_gets_a_multiple_of_the_owned_splits,
     ),
     Departure("a state of other data is refused by the field", "it means other rows", a_state_of_other_data_is_refused),
     Departure(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
 
+from ray_lance_stream.errors import StreamClosedError
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, counts, flat, ids, saved
 
 # --- state -------------------------------------------------------------------------------------------
@@ -107,6 +109,29 @@ def test_a_row_that_fails_gives_its_batch_back(ours: Side, table_of: OpenTable) 
     assert sum(counts(dataset.state_dict())) == len(taken)
     bad.clear()
     assert taken + flat(batch_ids(loader)) == ids(LANCEDB.one(table_of(24), shuffle=False))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_that_is_loaded_within_a_batch_is_kept(ours: Side, table_of: OpenTable, fails: bool) -> None:
+    dataset = ours.one(table_of(24), shuffle=False)
+    states = [saved(dataset.state_dict())]
+
+    def collate(rows: list[Any]) -> list[int]:
+        if len(states) == 2:
+            dataset.load_state_dict(states.pop())
+            if fails:
+                raise ArithmeticError
+        return [row["id"] for row in rows]
+
+    loader = ours.loader(dataset, batch_size=4, collate_fn=collate)
+    batches = iter(loader)
+    first = next(batches)
+    second = next(batches)
+    states.append(states[0])
+    with pytest.raises(ArithmeticError if fails else StreamClosedError):
+        next(batches)
+    assert dataset.state_dict() == states[0]
+    assert list(itertools.islice(loader, 2)) == [first, second]
 
 
 def test_stop_iteration_in_collate_fn_is_no_end(side: Side, table_of: OpenTable) -> None:

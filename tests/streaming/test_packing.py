@@ -154,6 +154,31 @@ def test_documents_that_are_null(side: Side, tmp_path: Path, bad: Any, mode: str
         assert dataset.rows_skipped == 1
 
 
+def test_documents_that_are_all_null_are_blocks_of_padding(side: Side, tmp_path: Path) -> None:
+    table = new_table(tmp_path, pa.table({"tokens": pa.array([None] * 12, pa.list_(pa.int32()))}))
+    dataset = packed(side, table, blocks_per_epoch=8, on_transform_error="skip")[0]
+    assert blocks(dataset) == [((2,) * 8, (0,) * 8)] * 8
+    assert dataset.rows_skipped == 12
+
+
+def test_documents_that_are_ready_are_counted(ours: Side, tmp_path: Path) -> None:
+    """With all read and none waiting for the transform, "0 ready" would say that storage is the limit."""
+    tokens = pa.array([[d] * (d % 9) for d in range(400)], pa.list_(pa.int32()))
+    table = new_table(tmp_path, pa.table({"tokens": tokens}))
+    dataset = packed(ours, table, blocks_per_epoch=8000, shuffle=False)[0]  # more than there are tokens
+    iterator = iter(dataset)
+    blocks(iterator, 4)
+    assert dataset.unscanned_rows == 0
+    assert dataset.consumed_rows > 4
+    assert dataset.prefetch_queue_depth == 400 - dataset.consumed_rows
+    before = dataset.consumed_rows
+    blocks(iterator, 40)
+    assert dataset.consumed_rows > before
+    assert dataset.prefetch_queue_depth == 400 - dataset.consumed_rows
+    blocks(iterator)
+    assert (dataset.prefetch_queue_depth, dataset.consumed_rows) == (0, 400)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

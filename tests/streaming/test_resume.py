@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ray_lance_stream import StateError, StateMismatchError
+from ray_lance_stream.agreement import ThreadAgreement
+from ray_lance_stream.errors import StreamClosedError
 from streaming.sides import (
     LANCEDB,
     OURS,
     OpenTable,
     Side,
     State,
+    batch_ids,
     counts,
+    flat,
     ids,
     merged,
     owned_counts,
@@ -115,6 +122,124 @@ def test_ranks_in_the_middle_of_a_cycle_merge_to_what_each_of_them_took(side: Si
     rest = ids(side.one(table_of(24), state, shuffle=False))
     assert rest[:3] == [7, 13, 19]  # those who are behind come first
     assert sorted(taken[0] + taken[1] + rest) == list(range(24))
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_state_after_any_batch_continues_where_it_was_taken(table_of: OpenTable, data: Any) -> None:
+    """Within a cycle or not: with the state of all ranks, and each rank with its own."""
+    table, splits = table_of(24), data.draw(st.integers(2, 8), label="splits")
+    size = data.draw(st.integers(1, splits), label="ranks")
+    widths = owned_counts(size, splits)
+    share = data.draw(st.integers(1, 7), label="batch")
+    batches = [share * width for width in widths] if splits % size else [share] * size
+    options = SHUFFLED | {"num_splits": splits, "order": "feistel"}  # at once, where LanceDB's takes a while
+
+    def loaders(datasets: list[Any]) -> list[Any]:
+        return [OURS.loader(dataset, batch_size=batch) for dataset, batch in zip(datasets, batches, strict=True)]
+
+    expected = [batch_ids(loader) for loader in loaders(OURS.open(table, size, **options))]
+    assert len({len(share) for share in expected}) == 1
+    state: State | None = None
+    place = 0
+    for _ in range(3):  # stopped and resumed again
+        if place == len(expected[0]):
+            break
+        datasets = OURS.open(table, size, state, **options)
+        count = data.draw(st.integers(1, len(expected[0]) - place), label="batches")
+        taken = [batch_ids(loader, count) for loader in loaders(datasets)]
+        assert taken == [batch[place : place + count] for batch in expected]
+        place += count
+        state = merged(OURS, datasets)
+        alone = OURS.open(table, size, **options)
+        for dataset, before in zip(alone, datasets, strict=True):
+            dataset.load_state_dict(saved(before.state_dict()))
+        assert [batch_ids(loader) for loader in loaders(alone)] == [batch[place:] for batch in expected]
+        rest = ids(OURS.one(table, state, **options))
+        assert sorted(rest) == sorted(flat(flat(batch[place:]) for batch in expected))
+
+
+def test_ranks_of_lancedb_within_a_cycle_go_on_with_their_own_rows(table_of: OpenTable) -> None:
+    options: dict[str, Any] = SHUFFLED | {"num_splits": 8}
+    for whole in (True, False):
+        datasets = LANCEDB.open(table_of(48), 2, **options)
+        loaders = [LANCEDB.loader(dataset, batch_size=6) for dataset in datasets]
+        iterators = [iter(loader) for loader in loaders]
+        for iterator in iterators:
+            next(iterator)
+        states = [saved(dataset.state_dict()) for dataset in datasets]
+        both = LANCEDB.dataset.merge_state_dicts(states)
+        assert counts(both) == [2, 2, 1, 1, 2, 2, 1, 1]
+        mine = OURS.open(table_of(48), 2, **options)
+        for dataset, state in zip(mine, states, strict=True):
+            dataset.load_state_dict(saved(both) if whole else state)
+        found = [batch_ids(OURS.loader(dataset, batch_size=6)) for dataset in mine]
+        assert found == [batch_ids(iterator) for iterator in iterators]
+
+
+def test_one_ranks_state_within_a_cycle_is_no_other_ranks(ours: Side, table_of: OpenTable) -> None:
+    datasets = ours.open(table_of(24), 2, **SHUFFLED)
+    taken = [ids(dataset, 3) for dataset in datasets]
+    states = [saved(dataset.state_dict()) for dataset in datasets]
+    for rank, size in ((0, 1), (0, 3), (0, 4), (1, 2)):
+        other = ours.dataset(table_of(24), num_splits=4, rank=rank, world_size=size, **SHUFFLED)
+        with pytest.raises(StateError, match=r"that of one rank.*\[0, 2\].*merge_state_dicts"):
+            other.load_state_dict(states[0])
+        assert len(ids(other)) == 24 // size or size == 3  # what was refused has moved nothing
+    together = ours.dataset.merge_state_dicts(states)
+    assert "of_rank" not in together
+    with pytest.raises(StateError, match=r"different distances.*rows given by each rank's splits: \[2, 1, 2, 1\]"):
+        ours.open(table_of(24), 4, together, **SHUFFLED)
+    rest = ids(ours.one(table_of(24), together, **SHUFFLED))
+    assert sorted(flat(taken) + rest) == list(range(24))
+
+
+def test_ranks_with_a_coordinator_go_on_within_a_cycle(ours: Side, table_of: OpenTable) -> None:
+    """Each rank's own state, which may be at another row of the cycle than the other's."""
+    order = [ids(dataset) for dataset in ours.open(table_of(24), 2, **SHUFFLED)]
+    for places in ((3, 3), (2, 3), (3, 2), (0, 1), (5, 4)):
+        agreement = ThreadAgreement(2)
+
+        def rest(rank: int, places: tuple[int, int] = places, agreement: ThreadAgreement = agreement) -> list[int]:
+            options = SHUFFLED | {"num_splits": 4, "rank": rank, "world_size": 2}
+            before = ours.dataset(table_of(24), **options)
+            taken = ids(before, places[rank])
+            dataset = ours.dataset(table_of(24), coordinator=agreement.member(rank), **options)
+            dataset.load_state_dict(saved(before.state_dict()))
+            return taken + ids(dataset)
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(rest, range(2))) == order
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_state_that_is_loaded_ends_the_iteration_under_way(ours: Side, table_of: OpenTable, batched: bool) -> None:
+    """Its rows would be covered by no state."""
+    dataset = ours.one(table_of(24), **SHUFFLED)
+    expected = ids(ours.one(table_of(24), **SHUFFLED))
+    target = ours.loader(dataset, batch_size=4) if batched else dataset
+
+    def take(iterator: Any, count: int) -> list[int]:
+        return flat(batch_ids(iterator, count // 4)) if batched else ids(iterator, count)
+
+    first = iter(target)
+    take(first, 8)
+    state = saved(target.state_dict())
+    take(first, 8)
+    with pytest.raises(StateMismatchError):
+        target.load_state_dict(
+            state | {"num_splits": 2, "samples_consumed_per_split": [4, 4]} | {"positions_consumed_per_split": [4, 4]}
+        )
+    assert take(first, 4) == expected[16:20]  # what was refused has ended nothing
+    target.load_state_dict(state)
+    with pytest.raises(StreamClosedError, match="load_state_dict while iterating"):
+        next(first)
+    assert target.state_dict() == state
+    second = iter(target)
+    assert take(second, 4) == expected[8:12]
+    del first
+    assert take(second, 4) == expected[12:16]
+    assert sum(counts(target.state_dict())) == 16
 
 
 def test_a_state_says_the_same_on_every_rank_at_a_cycle_end(side: Side, table_of: OpenTable) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ray_lance_stream import TransformError
 from streaming.sides import LANCEDB, OpenTable, Side, counts, ids, saved
 
 BAD = frozenset({0, 7, 8, 23, 100, 101, 102, 150, 210})
@@ -132,6 +133,40 @@ def test_a_handler_decides(side: Side, table_of: OpenTable) -> None:
     with pytest.raises(Exception, match="label"):
         ids(side.one(table_of(24), transform=broken, on_transform_error=handler))
     assert isinstance(asked[-1], KeyError)
+
+
+def test_a_handler_that_fails_is_named_and_not_tried_again(ours: Side, table_of: OpenTable) -> None:
+    asked: list[Exception] = []
+
+    def decide(error: Exception) -> bool:
+        asked.append(error)
+        return {"bad rows [7, 8]": True}[str(error)]
+
+    dataset = ours.one(table_of(24), **options(decide, frozenset({7, 8}), shuffle=False))
+    with pytest.raises(TransformError, match=r"on_transform_error failed.*row 7 of.*KeyError.*bad rows \[7\]") as info:
+        ids(dataset)
+    assert isinstance(info.value.__cause__, KeyError)
+    assert list(map(str, asked)) == ["bad rows [7, 8]", "bad rows [7]"]
+    dataset = ours.one(table_of(24), **options(lambda _: 1 / 0, frozenset({7}), shuffle=False))
+    with pytest.raises(TransformError, match=r"on_transform_error failed.*rows \[0, .*ZeroDivisionError.*bad rows"):
+        ids(dataset)
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit(3)], ids=repr)
+def test_a_transform_may_end_the_process(side: Side, table_of: OpenTable, mode: str, error: BaseException) -> None:
+    def transform(batch: Any) -> list[Any]:
+        if 22 in batch["id"].to_pylist():
+            raise error
+        rows: list[Any] = batch.to_pylist()
+        return rows
+
+    dataset = side.one(table_of(24), transform=transform, on_transform_error=mode, shuffle=False, read_batch_size=1)
+    taken = []
+    with pytest.raises(type(error)):
+        for row in dataset:
+            taken.append(row["id"])
+    assert sum(counts(dataset.state_dict())) == len(taken)
 
 
 def test_a_batch_that_fails_while_its_rows_do_not(side: Side, table_of: OpenTable) -> None:
