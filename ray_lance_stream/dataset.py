@@ -148,7 +148,8 @@ class StreamingDataset(IterableDataset[Any]):
         user_plan = read_plan(plan)
         self._replica = Replica(dp_rank=rank, dp_size=world_size)
         spec = order_spec(
-            order=order or ("lancedb" if user_plan is None else "plan"),
+            order=order,
+            default_order="lancedb",
             plan=user_plan,
             num_splits=world_size if num_splits is None and user_plan is None else num_splits,
             shuffle=shuffle,

@@ -139,8 +139,10 @@ class StreamState:
                 )
             )
         version = get(state, _FORMAT, int) if _FORMAT in state else None
-        if version is None and _SAMPLES in state:
+        if version is None and _is_foreign(state):
             return cls._from_foreign(state, of)
+        if version is None and _PROVENANCE in state:
+            raise malformed(_FORMAT, None)
         if version is None:
             raise StateError(
                 explain(
@@ -265,7 +267,7 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         StateError: No state, a damaged one, or replicas at different steps.
         StateMismatchError: The states belong to different data; the message names the field.
     """
-    foreign = [state for state in states if isinstance(state, Mapping) and _FORMAT not in state and _SAMPLES in state]
+    foreign = [state for state in states if isinstance(state, Mapping) and _is_foreign(state)]
     if foreign and len(foreign) == len(states):
         return _merge_foreign(foreign)
     return merge_states([StreamState.from_dict(state) for state in states]).to_dict()
@@ -275,3 +277,8 @@ def _merge_foreign(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges states of ``lancedb.streaming``."""
     merged = merge_states([StreamState._of_foreign(state, _UNSAID) for state in states]).to_dict()
     return {key: value for key, value in merged.items() if key not in (_FORMAT, _PROVENANCE)}
+
+
+def _is_foreign(state: Mapping[str, Any]) -> bool:
+    """Whether a state is one of ``lancedb.streaming``, which says neither of what form it is nor of what data."""
+    return _FORMAT not in state and _PROVENANCE not in state and _SAMPLES in state

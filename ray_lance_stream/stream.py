@@ -138,7 +138,8 @@ class LanceStream:
         seed = secrets.randbits(63) if shuffle_seed is None else shuffle_seed
         user_plan = read_plan(plan)
         spec = order_spec(
-            order=order or ("feistel" if user_plan is None else "plan"),
+            order=order,
+            default_order="feistel",
             plan=user_plan,
             num_splits=num_splits,
             shuffle=shuffle,

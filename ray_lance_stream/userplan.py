@@ -76,7 +76,8 @@ class UserPlan:
 
 def order_spec(
     *,
-    order: str,
+    order: str | None,
+    default_order: str,
     plan: UserPlan | None,
     num_splits: int | None,
     shuffle: bool,
@@ -86,9 +87,13 @@ def order_spec(
 ) -> OrderSpec:
     """Returns the order a stream is built for, whether of an algorithm or of the user's plan.
 
+    ``default_order`` is that where ``order`` is None and there is no plan; the others are what the user passed.
+
     Raises:
         ConfigError: A value cannot work, or stands beside a plan that decides it.
     """
+    if order is None:
+        order = default_order if plan is None else "plan"
     if plan is None:
         return OrderSpec(
             num_splits=num_splits,  # type: ignore[arg-type]  # checked there
