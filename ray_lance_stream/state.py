@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -267,6 +267,16 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         StateError: No state, a damaged one, or replicas at different steps.
         StateMismatchError: The states belong to different data; the message names the field.
     """
+    if isinstance(states, (str, Mapping)) or not isinstance(states, Iterable):
+        raise StateError(
+            explain(
+                "this is no list of states to merge",
+                found=f"a {type(states).__name__}",
+                expected="a list with the state_dict() of every replica",
+                remedy="pass a list, also of a single state",
+            )
+        )
+    states = list(states)
     foreign = [state for state in states if isinstance(state, Mapping) and _is_foreign(state)]
     if foreign and len(foreign) == len(states):
         return _merge_foreign(foreign)

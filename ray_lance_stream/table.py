@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from lance.dataset import serialize_row_addrs
 from numpy.typing import NDArray
 
-from ray_lance_stream.errors import LanceStreamError
+from ray_lance_stream.errors import ConfigError, LanceStreamError, explain
 from ray_lance_stream.plan import TableIdentity
 from ray_lance_stream.readable import (
     Source,
@@ -25,6 +25,7 @@ from ray_lance_stream.readable import (
     check_numbers,
     empty_table,
     known_columns,
+    listed,
     version_gone,
 )
 from ray_lance_stream.rownumbers import RowNumbers, fingerprint, gathered
@@ -51,6 +52,15 @@ class PinnedTable:
         """Takes an open dataset; costs O(fragments), all from the manifest that is in memory already."""
         self._dataset = dataset
         self._ref = ref
+        if ticked := [name for name in dataset.schema.names if "`" in name]:
+            raise ConfigError(
+                explain(
+                    f"table {ref.name!r} has columns that Lance can write and cannot read",
+                    found=listed([repr(name) for name in ticked]),
+                    expected="names without backticks",
+                    remedy="rename the columns in a copy of the table",
+                )
+            )
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
         self._fragment_ids = np.array([fragment.id for fragment in fragments], np.int64)
         self._physical_rows = np.array([fragment.physical_rows for fragment in fragments], np.int64)
