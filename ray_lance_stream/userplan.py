@@ -54,7 +54,7 @@ class UserPlan:
             raise _bad_plan(f"row_id of type {ids.type} with {ids.null_count} nulls, split_id of type {splits.type}")
         if not len(ids) or splits.null_count:
             raise _bad_plan(f"{len(ids)} rows, {splits.null_count} without split")
-        lowest, highest = (int(value) for value in pc.min_max(splits).as_py().values())
+        lowest, highest = int(pc.min(splits).as_py()), int(pc.max(splits).as_py())
         if lowest < 0 or highest >= len(splits):  # checked before there are counts of so many
             raise _bad_plan(f"{len(splits)} rows in splits {lowest} to {highest}, some of which have none")
         if pc.min(ids).as_py() < 0:
@@ -98,13 +98,14 @@ def order_spec(
         ConfigError: A value cannot work, or stands beside a plan that decides it.
     """
     num_splits, shuffle_seed, shuffle_clump_size = map(whole, (num_splits, shuffle_seed, shuffle_clump_size))
-    if isinstance(shuffle, np.bool_) or (isinstance(whole(shuffle), int) and whole(shuffle) in (0, 1)):
-        shuffle = bool(shuffle)  # a state says True or False
+    switch: Any = shuffle.item() if isinstance(shuffle, np.generic) else whole(shuffle)
+    if isinstance(switch, int) and switch in (0, 1):
+        shuffle = bool(switch)  # a state says True or False
     if order is None:
         order = default_order if plan is None else "plan"
     if plan is None:
         return OrderSpec(
-            num_splits=num_splits,  # type: ignore[arg-type]  # checked there
+            num_splits=num_splits,
             shuffle=shuffle,
             shuffle_seed=shuffle_seed,
             shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,

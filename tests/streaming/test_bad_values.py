@@ -102,7 +102,8 @@ def test_integers_of_any_kind_are_integers(side: Side, table_of: OpenTable) -> N
 
 def test_a_stream_takes_integers_of_any_kind(tables: Tables) -> None:
     numbers: dict[str, Any] = {"num_splits": 2, "global_batch_size": 4, "shuffle_seed": 3, "version": 2}
-    stream = LanceStream(tables.uri(24), "t", **{name: np.int32(value) for name, value in numbers.items()})
+    as_numpy: dict[str, Any] = {name: np.int32(value) for name, value in numbers.items()}
+    stream = LanceStream(tables.uri(24), "t", **as_numpy)
     assert stream.config.order.num_splits == 2 and type(stream.config.global_batch_size) is int
     assert stream.config.prefetch == PrefetchConfig()
 
