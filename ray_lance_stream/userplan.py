@@ -98,7 +98,8 @@ def order_spec(
         ConfigError: A value cannot work, or stands beside a plan that decides it.
     """
     num_splits, shuffle_seed, shuffle_clump_size = map(whole, (num_splits, shuffle_seed, shuffle_clump_size))
-    switch: Any = shuffle.item() if isinstance(shuffle, np.generic) else whole(shuffle)
+    given: Any = shuffle
+    switch = given.item() if isinstance(given, np.generic) else whole(given)
     if isinstance(switch, int) and switch in (0, 1):
         shuffle = bool(switch)  # a state says True or False
     if order is None:
