@@ -163,7 +163,10 @@ class TableRef:
         if self.api is not None:
             return self.api.handle(version)
         if self.connection_factory is not None:
-            table = self.connection_factory(self.name)
+            try:
+                table = self.connection_factory(self.name)
+            except Exception as error:
+                raise self._cannot_open(error) from self.shown(error)
             api = source_of(table, fresh=True)
             if api is not None:
                 self._secrets.update(api.secrets())

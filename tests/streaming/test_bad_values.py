@@ -41,6 +41,7 @@ def travels(error: BaseException) -> bool:
         ({"prefetch": 0}, "prefetch is not valid"),
         ({"order": ""}, "order is unknown"),
         ({"order": 5}, "order is unknown"),
+        ({"pack_sequences": 10**12, "eos_id": 0, "pad_id": 0, "blocks_per_epoch": 1}, "pack_sequences is not valid"),
         ({"shuffle": 2}, "shuffle is not valid"),
         ({"shuffle": 1.0}, "shuffle is not valid"),
         ({"num_splits": True}, "num_splits is not valid"),
@@ -82,6 +83,8 @@ def test_arguments_of_a_stream(tables: Tables, options: dict[str, Any], message:
 def test_a_factory_that_opens_nothing_is_named(ours: Side, table_of: OpenTable) -> None:
     with pytest.raises(ConfigError, match="does not give access"):
         next(iter(ours.one(table_of(24), connection_factory=lambda _: None)))
+    with pytest.raises(ConfigError, match=r"cannot be opened.*TypeError.*check connection_factory"):
+        next(iter(ours.one(table_of(24), connection_factory=lambda: None)))
 
 
 def test_a_worker_info_of_its_own_is_taken(ours: Side, table_of: OpenTable) -> None:
