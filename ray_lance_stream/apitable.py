@@ -18,13 +18,13 @@ from ray_lance_stream.readable import (
     bad_filter,
     check_all_there,
     check_numbers,
-    check_stable,
     empty_table,
     known_columns,
     listed,
     said,
     version_gone,
 )
+from ray_lance_stream.sqltext import as_lance_reads, check_stable
 
 T = TypeVar("T")
 _ID = "_rowid"
@@ -91,7 +91,7 @@ class ApiTable:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
         check_stable(filter)
         try:
-            self._filtered(filter, lambda: self._query([_ID]).where(filter).explain_plan())
+            self._filtered(filter, lambda text: self._query([_ID]).where(text).explain_plan())
         except OSError:
             # Of a plan that cannot be explained LanceDB does not say whether the server refused it.
             self.count_rows(filter)
@@ -103,7 +103,7 @@ class ApiTable:
 
     def count_rows(self, filter: str) -> int:
         """Returns how many rows satisfy a SQL condition; raises as :meth:`matching_rows`."""
-        return int(self._filtered(filter, lambda: self._handle.count_rows(filter)))
+        return int(self._filtered(filter, self._handle.count_rows))
 
     def matching_rows(self, filter: str) -> NDArray[np.int64]:
         """Returns the row numbers of the rows that satisfy a SQL condition, ascending; maybe none.
@@ -112,7 +112,7 @@ class ApiTable:
             ConfigError: The filter is not valid, or fails on a row; carries LanceDB's message.
             TableVersionError: The version vanished in the meantime.
         """
-        found = self._filtered(filter, lambda: self._query([_ID]).where(filter).to_arrow())
+        found = self._filtered(filter, lambda text: self._query([_ID]).where(text).to_arrow())
         numbers, there = _places(self._row_ids(), found.column(_ID).to_numpy())
         if not there.all():
             raise LanceStreamError(f"a filter found rows in {self!r} that a query without it does not")
@@ -182,11 +182,13 @@ class ApiTable:
                     raise LanceStreamError(f"a query of {self!r} gave {len(self._own_ids)} row ids")
             return self._own_ids
 
-    def _filtered(self, filter: str, ask: Callable[[], T]) -> T:
+    def _filtered(self, filter: str, ask: Callable[[str], T]) -> T:
+        """Asks what a filter finds, given as LanceDB and servers alike read it."""
+        text = as_lance_reads(filter)
         with self._reading():
             try:
-                return ask()
-            except (ValueError, RuntimeError) as error:
+                return ask(text)
+            except Exception as error:  # also that LanceDB's planner broke off, which has a type of its own
                 if is_remote(self._handle) and getattr(error, "status_code", None) not in _REFUSED:
                     raise
                 raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)

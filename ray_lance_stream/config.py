@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -112,12 +112,21 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         check_overrides(self.allow_changes)
-        if not isinstance(self.drop_last, bool) or not isinstance(self.prefetch, PrefetchConfig):
+        if not isinstance(self.drop_last, bool):
             raise ConfigError(
                 explain(
-                    "drop_last or prefetch is not valid",
-                    found=f"drop_last={self.drop_last!r}, prefetch of type {type(self.prefetch).__name__}",
-                    expected="True or False, and a PrefetchConfig",
+                    "drop_last is not valid",
+                    found=shown(self.drop_last),
+                    expected="True or False",
+                    remedy="pass one, or leave it out",
+                )
+            )
+        if not isinstance(self.prefetch, PrefetchConfig):
+            raise ConfigError(
+                explain(
+                    "prefetch is not valid",
+                    found=f"an object of type {type(self.prefetch).__name__}",
+                    expected="a PrefetchConfig",
                     remedy="pass prefetch=PrefetchConfig(num_actors=...)",
                 )
             )
@@ -226,6 +235,22 @@ class StreamConfig:
                 remedy="resume from a checkpoint that has one, or pass on_missing_state='restart' to begin anew",
             )
         )
+
+
+def override_names(allow_changes: object) -> tuple[str, ...]:
+    """Returns the fields that ``allow_changes`` names; raises ConfigError if it names none that may change."""
+    names = (allow_changes,) if isinstance(allow_changes, str) else allow_changes
+    if not isinstance(names, Collection):
+        raise ConfigError(
+            explain(
+                "allow_changes is not valid",
+                found=shown(allow_changes),
+                expected="a tuple of names of fields",
+                remedy="name the fields that differ on purpose, e.g. ('filter',), or leave it out",
+            )
+        )
+    check_overrides(tuple(names))
+    return tuple(names)
 
 
 def _require_bounds(name: str, value: tuple[object, ...]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ray_lance_stream.errors import StateError, explain, shown
 from ray_lance_stream.permutation import IntArray
+from ray_lance_stream.plan import whole
 
 _MAX_COUNT: Final = 2**63 - 1
 _MOST_BY_NAME: Final = 256  # exceptions that are always written split by split
@@ -175,7 +176,8 @@ def _read_counts(name: str, values: list[Any], num_splits: int) -> IntArray:
 
 
 def read_count(name: str, value: object) -> int:
-    """Returns a count found in a state; raises StateError if it is none."""
+    """Returns a count found in a state, as a plain integer; raises StateError if it is none."""
+    value = whole(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT:
         return value
     raise malformed(name, value)

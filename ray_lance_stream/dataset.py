@@ -14,13 +14,13 @@ from typing import Any, Literal
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_lance_stream.agreement import agreement_of
-from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig
-from ray_lance_stream.errors import ConfigError, StreamClosedError, explain
+from ray_lance_stream.config import MIB, PrefetchConfig, StreamConfig, override_names
+from ray_lance_stream.errors import ConfigError, StreamClosedError, explain, shown
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.opening import block_recipe
 from ray_lance_stream.packedstream import PackedStream
 from ray_lance_stream.packspec import Packing
-from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int, whole
 from ray_lance_stream.rowcursor import check_place, named
 from ray_lance_stream.rowsource import RowSource
 from ray_lance_stream.rowstream import RowStream
@@ -135,15 +135,17 @@ class StreamingDataset(IterableDataset[Any]):
         allow_changes: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        rank, world_size, epoch, read_batch_size = map(whole, (rank, world_size, epoch, read_batch_size))
         require_int("world_size", world_size, minimum=1, remedy="pass the number of ranks")
         require_int("rank", rank, minimum=0, maximum=world_size - 1, remedy="pass this rank's index")
         require_int("epoch", epoch, minimum=0, remedy="count epochs from 0")
         require_int("read_batch_size", read_batch_size, minimum=1, remedy="pass 64")
-        threads = (os.cpu_count() or 1) if transform_parallelism is None else transform_parallelism
+        threads = (os.cpu_count() or 1) if transform_parallelism is None else whole(transform_parallelism)
         require_int("transform_parallelism", threads, minimum=1, remedy="leave it out for one thread per CPU")
         _check_unused("io_queue_depth", io_queue_depth, 4)
         _check_unused("transform_queue_depth", transform_queue_depth, None)
         _check_unused("prefetch_batches", prefetch_batches, None)
+        _check_worker_info(worker_info_override)
         if shuffle_seed is None and world_size > 1:
             raise ConfigError(
                 explain(
@@ -156,7 +158,8 @@ class StreamingDataset(IterableDataset[Any]):
         user_plan = read_plan(plan)
         self._replica = Replica(dp_rank=rank, dp_size=world_size)
         spec = order_spec(
-            order=order or ("lancedb" if user_plan is None else "plan"),
+            order=order,
+            default_order="lancedb",
             plan=user_plan,
             num_splits=world_size if num_splits is None and user_plan is None else num_splits,
             shuffle=shuffle,
@@ -196,8 +199,8 @@ class StreamingDataset(IterableDataset[Any]):
             order=spec,
             global_batch_size=spec.num_splits,
             seed_given=shuffle_seed is not None,
-            prefetch=prefetch or PrefetchConfig(max_buffer_bytes=max_buffer_bytes),
-            allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
+            prefetch=PrefetchConfig(max_buffer_bytes=max_buffer_bytes) if prefetch is None else prefetch,
+            allow_changes=override_names(allow_changes),
             packing=packing,
             blocks_given=blocks_per_epoch != "auto",
         )
@@ -469,7 +472,22 @@ class StreamingDataset(IterableDataset[Any]):
 def _check_unused(name: str, value: int | None, default: int | None) -> None:
     """Checks a knob of ``lancedb.streaming`` that has no use here, and says so once."""
     if value is not None:
-        require_int(name, value, minimum=1, remedy="leave it out")
+        require_int(name, whole(value), minimum=1, remedy="leave it out")
     if value != default and name not in _told:
         _told.add(name)
         logger.warning("%s has no use here: what is read ahead is bounded in bytes (max_buffer_bytes)", name)
+
+
+def _check_worker_info(info: Any) -> None:
+    """Raises ConfigError if what stands in for torch's worker info does not say which of how many workers this is."""
+    number, count = getattr(info, "id", None), getattr(info, "num_workers", None)
+    if info is None or (type(number) is int and type(count) is int and 0 <= number < count):
+        return
+    raise ConfigError(
+        explain(
+            "worker_info_override is not valid",
+            found=f"id={shown(number)}, num_workers={shown(count)} in an object of type {type(info).__name__}",
+            expected="an object with integers id and num_workers, 0 <= id < num_workers",
+            remedy="leave it out, or pass one like torch.utils.data.get_worker_info() returns",
+        )
+    )

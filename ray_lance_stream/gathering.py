@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from ray_lance_stream.checkpoint import locate, read_streams, write_streams
-from ray_lance_stream.errors import ConfigError, LockstepError, MissingStateError, StateError, explain
-from ray_lance_stream.plan import require_int
+from ray_lance_stream.errors import ConfigError, LockstepError, MissingStateError, StateError, explain, shown
+from ray_lance_stream.plan import require_int, whole
 from ray_lance_stream.state import StreamState, merge_state_dicts, merge_states
 
 _MAX_SHOWN: Final = 400  # characters of names in a message
@@ -103,12 +103,13 @@ def save_rank_state(
         StateError: The dataset has no state to save now.
     """
     known_rank, known_size = _seat(source) or (None, None)
-    rank, world_size = known_rank if rank is None else rank, known_size if world_size is None else world_size
+    rank = whole(known_rank if rank is None else rank)
+    world_size = whole(known_size if world_size is None else world_size)
     highest = None if world_size is None else world_size - 1
     require_int("rank", rank, minimum=0, maximum=highest, remedy="pass the rank of this process")
     assert rank is not None  # or it would not have passed
     state = StreamState.from_dict(_state_of(source))
-    filesystem, path = locate(directory)
+    filesystem, path = locate(_named(directory))
     filesystem.create_dir(path, recursive=True)
     name = f"rank {rank}" if world_size is None else f"rank {rank} of {world_size}"
     write_streams(filesystem, path, {name: state}, rank=rank)
@@ -124,7 +125,7 @@ def load_rank_states(directory: str | Path) -> dict[str, Any]:
         StateError: Files are missing, left over from a run of another size, damaged, or from different steps.
         StateMismatchError: They belong to different data.
     """
-    filesystem, path = locate(directory)
+    filesystem, path = locate(_named(directory))
     streams = read_streams(filesystem, path)
     if not streams:
         raise MissingStateError(
@@ -212,7 +213,31 @@ def _check_reports(reports: Sequence[_Report]) -> None:
 
 
 def _state_of(source: StateSource) -> Mapping[str, Any]:
-    return source if isinstance(source, Mapping) else source.state_dict()
+    if isinstance(source, Mapping):
+        return source
+    if not callable(getattr(source, "state_dict", None)):
+        raise StateError(
+            explain(
+                "this has no state",
+                found=f"an object of type {type(source).__name__}",
+                expected="a dataset, a loader or a shard, or its state_dict()",
+                remedy="pass one",
+            )
+        )
+    return source.state_dict()
+
+
+def _named(directory: object) -> str | Path:
+    if isinstance(directory, Path) or (isinstance(directory, str) and directory.strip()):
+        return directory
+    raise ConfigError(
+        explain(
+            "directory is not valid",
+            found=shown(directory),
+            expected="the path or URI of a directory",
+            remedy="pass the one that all ranks of this step write to",
+        )
+    )
 
 
 def _seat(source: StateSource) -> tuple[int, int] | None:

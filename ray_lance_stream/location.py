@@ -20,7 +20,7 @@ from ray_lance_stream.readable import ReadableTable, listed, version_gone
 from ray_lance_stream.redacting import hidden, in_environment, in_function, in_uri, named, shown_uri
 from ray_lance_stream.storage import CannotOpenError, is_trouble
 from ray_lance_stream.table import PinnedTable, present_versions
-from ray_lance_stream.unreadable import not_local, remote
+from ray_lance_stream.unreadable import check_arguments, not_local, remote
 
 if TYPE_CHECKING:
     import lancedb
@@ -95,6 +95,7 @@ class TableRef:
         return self.__dict__ | {"live": None, "api": None if self.connection_factory else self.api, "_secrets": set()}
 
     def __post_init__(self) -> None:
+        check_arguments(self.name, self.storage_options, self.connection_factory)
         if (self.uri is None) == (self.connection_factory is None):
             raise ConfigError(
                 explain(
@@ -162,11 +163,16 @@ class TableRef:
         if self.api is not None:
             return self.api.handle(version)
         if self.connection_factory is not None:
-            table = self.connection_factory(self.name)
+            try:
+                table = self.connection_factory(self.name)
+            except Exception as error:
+                raise self._cannot_open(error) from self.shown(error)
             api = source_of(table, fresh=True)
             if api is not None:
                 self._secrets.update(api.secrets())
                 return api.handle(version)
+            if not hasattr(table, "checkout"):
+                raise not_local(self.name)
         else:
             table = self._connect().open_table(self.name, namespace_path=list(self.namespace) or None)
         table.checkout(version)

@@ -43,10 +43,13 @@ def block_recipe(
         always_sifts: Whether blocks say which rows they hold even where none can be missing. Packed ones always do.
 
     Raises:
-        ConfigError: A column is unknown, or cannot be packed; a transform cannot be called, or not be packed.
+        ConfigError: A column is unknown, or cannot be packed; a transform cannot be called, or not be packed; the plan
+            names rows that are not there.
     """
     names = column_names(columns)
     table.check_columns(names)
+    if plan is not None:
+        table.numbers_of(plan.row_ids)  # now, and not with the first block
     made = None
     if packing is not None:
         made = packing_transform(table, names, transform)

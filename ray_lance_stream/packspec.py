@@ -23,6 +23,7 @@ from ray_lance_stream.plan import require_int
 # LanceDB draws one document in a hundred, and no more than so many in all.
 _SAMPLED_ONE_IN: Final = 100
 _MOST_SAMPLED: Final = 100_000
+_MOST_TOKENS: Final = 2**27  # of a block, which then takes a gigabyte for each of its two columns
 _INT64: Final = np.iinfo(np.int64)
 
 
@@ -47,7 +48,8 @@ class Packing:
 
     def __post_init__(self) -> None:
         require_int("num_splits", self.num_splits, minimum=1, remedy="pass a number with many divisors, e.g. 48")
-        require_int("pack_sequences", self.pack_sequences, minimum=1, remedy="pass the tokens of a block, e.g. 1024")
+        remedy = "pass the tokens of a block, e.g. 1024"
+        require_int("pack_sequences", self.pack_sequences, minimum=1, maximum=_MOST_TOKENS, remedy=remedy)
         for name, value in (("eos_id", self.eos_id), ("pad_id", self.pad_id)):
             remedy = f"pass the tokenizer's {name}; pack_sequences needs it"
             require_int(name, value, minimum=_INT64.min, maximum=_INT64.max, remedy=remedy)

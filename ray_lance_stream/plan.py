@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import hashlib
 import json
+import operator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -211,6 +212,16 @@ def _permutation(spec: PlanSpec, num_rows: int) -> ClumpPermutation:
     order = spec.order
     keys = derive_keys(seed=order.shuffle_seed, epoch=spec.epoch, purpose="rows", plan_format=order.plan_format)
     return ClumpPermutation(num_rows, order.shuffle_clump_size, keys)
+
+
+def whole(value: Any) -> Any:
+    """Returns an integer of any type, such as NumPy's, as Python's; and all else, booleans too, as it is."""
+    if isinstance(value, (int, str, bytes)):
+        return value
+    try:
+        return operator.index(value)
+    except Exception:  # whatever a foreign object raises: it is none
+        return value
 
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int | None = None, remedy: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ray_lance_stream.counts import malformed, read_count
 from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain
 from ray_lance_stream.packspec import Packing
-from ray_lance_stream.plan import OrderSpec, TableIdentity
+from ray_lance_stream.plan import OrderSpec, TableIdentity, whole
 from ray_lance_stream.stepskips import NO_SKIPS, Skips
 
 # What a user may override, field by field. num_splits is not among them: counts of other splits mean nothing.
@@ -248,7 +248,7 @@ def mismatch_text(name: str, was: object, now: object, remedy: str) -> str:
 
 def get(mapping: Mapping[str, Any], key: str, kind: type) -> Any:
     """Returns a value of a saved mapping; raises StateError if it is not of a kind."""
-    value = mapping.get(key)
+    value = whole(mapping.get(key)) if kind is int else mapping.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise malformed(key, value)
     return value

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 from ray_lance_stream.errors import ConfigError, StateMismatchError, TableVersionError, explain
 from ray_lance_stream.plan import TableIdentity
+from ray_lance_stream.sqltext import has_double_quotes
 
-_VOLATILE: Final = re.compile(
-    r"\b(random|rand|uuid|now|current_date|current_time|current_timestamp|today)\s*\(", re.IGNORECASE
-)
 _RUST_PLACE: Final = re.compile(r",? /[\w./@-]+\.rs:\d+:\d+")  # where Lance's own source raised
 _SHOWN: Final = 20  # names or version ranges listed in a message
 
@@ -172,27 +170,15 @@ def empty_table(schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([column(field.type) for field in schema], schema=schema)
 
 
-def check_stable(filter: str) -> None:
-    """Raises ConfigError if a SQL condition does not mean the same rows whenever it is evaluated."""
-    if volatile := _VOLATILE.search(filter):
-        raise ConfigError(
-            explain(
-                f"filter {filter!r} does not mean the same rows every time",
-                found=f"{volatile.group(1)}()",
-                expected="a condition that depends on the row alone",
-                remedy="write the value itself, or store it in a column",
-            )
-        )
-
-
 def bad_filter(filter: str, error: Exception, source: Source, schema: pa.Schema) -> ConfigError:
     """Returns the error that says a filter does not work, with the reader's message."""
+    strings = "; strings stand in single quotes, and what is in double quotes is a column"
     return ConfigError(
         explain(
             f"filter {filter!r} does not work on table {source.name!r}",
             found=_RUST_PLACE.sub("", source.without_secrets(str(error))),
             expected=f"a SQL condition on the columns {listed(schema.names)}",
-            remedy="correct the filter",
+            remedy="correct the filter" + (strings if has_double_quotes(filter) else ""),
         )
     )
 

@@ -14,6 +14,7 @@ from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.readable import said
+from ray_lance_stream.sqltext import as_lance_reads
 from ray_lance_stream.userplan import UserPlan
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _permuted(spec: PlanSpec, table: ReadableTable, ref: TableRef) -> Any:
         )
     builder = permutation_builder(ref.open_lancedb(table.version))
     if order.filter is not None:
-        builder = builder.filter(order.filter)
+        builder = builder.filter(as_lance_reads(order.filter))
     clump = None if order.shuffle_clump_size == 1 else order.shuffle_clump_size
     try:
         with _builder_memory(table.num_rows * _BYTES_PER_ROW):

@@ -66,14 +66,14 @@ class ErrorPolicy:
     def __init__(self, on_transform_error: OnTransformError) -> None:
         known = on_transform_error in ("raise", "skip", "warn") if isinstance(on_transform_error, str) else False
         if not known and not callable(on_transform_error) and not isinstance(on_transform_error, ReplaceRow):
-            raise ConfigError(
-                explain(
-                    "on_transform_error must be 'raise', 'skip', 'warn', a callable or a ReplaceRow",
-                    found=shown(on_transform_error),
-                    expected="one of these",
-                    remedy="pass 'skip' to leave failing rows out",
-                )
-            )
+            raise _unknown_policy(on_transform_error, "pass 'skip' to leave failing rows out")
+        if isinstance(on_transform_error, type):  # called with an error it makes an object, which says nothing
+            remedy = "pass a function of the exception that returns whether to leave the row out"
+            if issubclass(on_transform_error, ReplaceRow):
+                remedy = "pass ReplaceRow(value), with the row that stands in for one that fails"
+            elif issubclass(on_transform_error, BaseException):
+                remedy = f"pass lambda error: isinstance(error, {on_transform_error.__name__})"
+            raise _unknown_policy(on_transform_error, remedy)
         self._choice = on_transform_error
 
     @property
@@ -219,4 +219,15 @@ def joined(blocks: list[Any]) -> pa.Table | Sifted:
         read_bytes=sum(part.read_bytes for part in parts),
         take_s=sum(part.take_s for part in parts),
         transform_s=sum(part.transform_s for part in parts),
+    )
+
+
+def _unknown_policy(found: object, remedy: str) -> ConfigError:
+    return ConfigError(
+        explain(
+            "on_transform_error must be 'raise', 'skip', 'warn', a callable or a ReplaceRow",
+            found=shown(found),
+            expected="one of these" + (", not a class" if isinstance(found, type) else ""),
+            remedy=remedy,
+        )
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -139,8 +139,10 @@ class StreamState:
                 )
             )
         version = get(state, _FORMAT, int) if _FORMAT in state else None
-        if version is None and _SAMPLES in state:
+        if version is None and _is_foreign(state):
             return cls._from_foreign(state, of)
+        if version is None and _PROVENANCE in state:
+            raise malformed(_FORMAT, None)
         if version is None:
             raise StateError(
                 explain(
@@ -265,7 +267,17 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         StateError: No state, a damaged one, or replicas at different steps.
         StateMismatchError: The states belong to different data; the message names the field.
     """
-    foreign = [state for state in states if isinstance(state, Mapping) and _FORMAT not in state and _SAMPLES in state]
+    if isinstance(states, (str, Mapping)) or not isinstance(states, Iterable):
+        raise StateError(
+            explain(
+                "this is no list of states to merge",
+                found=f"a {type(states).__name__}",
+                expected="a list with the state_dict() of every replica",
+                remedy="pass a list, also of a single state",
+            )
+        )
+    states = list(states)
+    foreign = [state for state in states if isinstance(state, Mapping) and _is_foreign(state)]
     if foreign and len(foreign) == len(states):
         return _merge_foreign(foreign)
     return merge_states([StreamState.from_dict(state) for state in states]).to_dict()
@@ -275,3 +287,8 @@ def _merge_foreign(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges states of ``lancedb.streaming``."""
     merged = merge_states([StreamState._of_foreign(state, _UNSAID) for state in states]).to_dict()
     return {key: value for key, value in merged.items() if key not in (_FORMAT, _PROVENANCE)}
+
+
+def _is_foreign(state: Mapping[str, Any]) -> bool:
+    """Whether a state is one of ``lancedb.streaming``, which says neither of what form it is nor of what data."""
+    return _FORMAT not in state and _PROVENANCE not in state and _SAMPLES in state

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 from ray import cloudpickle
 
-from ray_lance_stream.config import PrefetchConfig, StreamConfig
+from ray_lance_stream.config import PrefetchConfig, StreamConfig, override_names
 from ray_lance_stream.packspec import Packing
-from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int, whole
 from ray_lance_stream.progress import Progress
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import resume_states
@@ -135,10 +135,13 @@ class LanceStream:
         allow_changes: Sequence[str] = (),
         skip_steps: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
+        global_batch_size, version = whole(global_batch_size), whole(version)
+        overrides = override_names(allow_changes)
         seed = secrets.randbits(63) if shuffle_seed is None else shuffle_seed
         user_plan = read_plan(plan)
         spec = order_spec(
-            order=order or ("feistel" if user_plan is None else "plan"),
+            order=order,
+            default_order="feistel",
             plan=user_plan,
             num_splits=num_splits,
             shuffle=shuffle,
@@ -154,6 +157,7 @@ class LanceStream:
             blocks_per_epoch=blocks_per_epoch,
         )
         policy = ErrorPolicy(on_transform_error)
+        num_splits = whole(num_splits)
         StepPlan(num_splits=num_splits, rows_per_split=1, global_batch_size=global_batch_size)  # checks both
         pinned_version = version
         if version is not None:
@@ -176,7 +180,7 @@ class LanceStream:
         states = resume_states(
             resume_from, on_missing_state, of=lambda: Provenance(table=ref.open(version).identity, order=spec)
         )
-        opened = ref.open(version if "table" in allow_changes else saved_version(version, states))
+        opened = ref.open(version if "table" in overrides else saved_version(version, states))
         recipe = block_recipe(
             ref,
             opened,
@@ -216,7 +220,7 @@ class LanceStream:
             prefetch=prefetch if prefetch is not None else PrefetchConfig(),
             resume_states=states,
             on_missing_state=on_missing_state,
-            allow_changes=(allow_changes,) if isinstance(allow_changes, str) else tuple(allow_changes),
+            allow_changes=overrides,
             sifts=recipe.policy is not None and packing is None,
             packing=packing,
             blocks_given=blocks_per_epoch != "auto",

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from lance.dataset import serialize_row_addrs
 from numpy.typing import NDArray
 
-from ray_lance_stream.errors import LanceStreamError
+from ray_lance_stream.errors import ConfigError, LanceStreamError, explain
 from ray_lance_stream.plan import TableIdentity
 from ray_lance_stream.readable import (
     Source,
@@ -23,12 +23,13 @@ from ray_lance_stream.readable import (
     bad_filter,
     check_all_there,
     check_numbers,
-    check_stable,
     empty_table,
     known_columns,
+    listed,
     version_gone,
 )
 from ray_lance_stream.rownumbers import RowNumbers, fingerprint, gathered
+from ray_lance_stream.sqltext import as_lance_reads, check_stable
 from ray_lance_stream.storage import is_trouble
 
 _FRAGMENT_READERS: Final = 16
@@ -51,6 +52,15 @@ class PinnedTable:
         """Takes an open dataset; costs O(fragments), all from the manifest that is in memory already."""
         self._dataset = dataset
         self._ref = ref
+        if ticked := [name for name in dataset.schema.names if "`" in name]:
+            raise ConfigError(
+                explain(
+                    f"table {ref.name!r} has columns that Lance can write and cannot read",
+                    found=listed([repr(name) for name in ticked]),
+                    expected="names without backticks",
+                    remedy="rename the columns in a copy of the table",
+                )
+            )
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
         self._fragment_ids = np.array([fragment.id for fragment in fragments], np.int64)
         self._physical_rows = np.array([fragment.physical_rows for fragment in fragments], np.int64)
@@ -81,14 +91,17 @@ class PinnedTable:
 
     def check_filter(self, filter: str) -> None:
         """Raises ConfigError if a SQL condition cannot work on this version; reads no row."""
+        self._checked(filter)
+
+    def _checked(self, filter: str) -> str:
+        """Returns a filter as Lance reads it; raises ConfigError if it cannot work."""
         check_stable(filter)
-        with self._reading():
-            # In parentheses too: Lance ignores what stands behind the first whole expression.
-            for text in (filter, f"({filter}\n)"):
-                try:
-                    self._dataset.scanner(columns=[], filter=text, with_row_address=True).explain_plan()
-                except ValueError as error:
-                    raise self._bad_filter(filter, error) from self._ref.shown(error)
+        text = as_lance_reads(filter)
+        # In parentheses too: Lance ignores what stands behind the first whole expression.
+        for tried in (text, f"({text}\n)"):
+            with self._filtering(filter):
+                self._dataset.scanner(columns=[], filter=tried, with_row_address=True).explain_plan()
+        return text
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Raises ConfigError if a column does not exist."""
@@ -96,12 +109,10 @@ class PinnedTable:
 
     def count_rows(self, filter: str) -> int:
         """Returns how many rows satisfy a SQL condition; raises as :meth:`matching_rows`."""
-        self.check_filter(filter)
-        with self._reading():
-            try:
-                return int(self._dataset.count_rows(filter=filter))
-            except ValueError as error:
-                raise self._bad_filter(filter, error) from self._ref.shown(error)
+        text = self._checked(filter)
+        with self._filtering(filter):
+            # Not the dataset's own count: that says of a filter that fails on a row what it says of storage.
+            return int(self._dataset.scanner(columns=[], filter=text, with_row_id=True).count_rows())
 
     def matching_rows(self, filter: str) -> NDArray[np.int64]:
         """Returns the row numbers of the rows that satisfy a SQL condition, ascending; maybe none.
@@ -110,15 +121,13 @@ class PinnedTable:
             ConfigError: The filter is not valid, or fails on a row; carries Lance's message.
             TableVersionError: The version vanished in the meantime.
         """
-        self.check_filter(filter)
+        text = self._checked(filter)
         with self._reading():
             numbers = self._row_numbers()
-            try:
-                scanner = self._dataset.scanner(columns=[], filter=filter, with_row_address=True, scan_in_order=True)
-                batches = scanner.to_batches()
-                rows = gathered(numbers.from_addresses(batch.column("_rowaddr").to_numpy()) for batch in batches)
-            except ValueError as error:
-                raise self._bad_filter(filter, error) from self._ref.shown(error)
+        with self._filtering(filter):
+            scanner = self._dataset.scanner(columns=[], filter=text, with_row_address=True, scan_in_order=True)
+            batches = scanner.to_batches()
+            rows = gathered(numbers.from_addresses(batch.column("_rowaddr").to_numpy()) for batch in batches)
         if not ascending(rows):
             rows.sort()  # an index may answer in an order of its own
         return rows
@@ -243,8 +252,16 @@ class PinnedTable:
                 position += batch.num_rows
         return np.concatenate(found)
 
-    def _bad_filter(self, filter: str, error: ValueError) -> Exception:
-        return error if is_trouble(error) else bad_filter(filter, error, self._ref, self.schema)
+    @contextmanager
+    def _filtering(self, filter: str) -> Iterator[None]:
+        """Turns what a filter does wrong into a ConfigError, and what the storage does as ``_reading``."""
+        with self._reading():
+            try:
+                yield
+            except (ValueError, RuntimeError) as error:  # the latter where Lance's planner breaks off
+                if is_trouble(error) or isinstance(error, LanceStreamError):
+                    raise
+                raise bad_filter(filter, error, self._ref, self.schema) from self._ref.shown(error)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

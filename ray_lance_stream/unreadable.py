@@ -1,13 +1,48 @@
-"""What is said where a table cannot be opened at all, or is not read because the storage refuses."""
+"""What is said where a table cannot be opened at all, or not as it is asked, or is refused by the storage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.errors import ConfigError, explain, shown
 from ray_lance_stream.readable import Source
 from ray_lance_stream.storage import RefusedError, is_refusal
+
+
+def check_arguments(name: object, storage_options: object, connection_factory: object) -> None:
+    """Raises ConfigError if what says where a table is and how to open it is not of the right kinds."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            explain(
+                "the table's name is not valid",
+                found=shown(name),
+                expected="a string",
+                remedy="pass table, the name as for open_table",
+            )
+        )
+    if connection_factory is not None and not callable(connection_factory):
+        raise ConfigError(
+            explain(
+                "connection_factory is not valid",
+                found=f"an object of type {type(connection_factory).__name__}",
+                expected="a function that is called with the table's name and returns the open table",
+                remedy="pass one, or leave it out",
+            )
+        )
+    options = {} if storage_options is None else storage_options
+    if isinstance(options, Mapping) and all(isinstance(text, str) for pair in options.items() for text in pair):
+        return
+    raise ConfigError(
+        explain(
+            "storage_options are not valid",
+            found="keys or values that are no strings"  # which is not said: they are secrets
+            if isinstance(options, Mapping)
+            else f"an object of type {type(options).__name__}",
+            expected="a dict of strings, as for lancedb.connect",
+            remedy="pass one, numbers and switches as text",
+        )
+    )
 
 
 @contextmanager

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.plan import OrderSpec
+from ray_lance_stream.errors import ConfigError, explain, shown
+from ray_lance_stream.plan import OrderSpec, require_int, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,30 +54,35 @@ class UserPlan:
             raise _bad_plan(f"row_id of type {ids.type} with {ids.null_count} nulls, split_id of type {splits.type}")
         if not len(ids) or splits.null_count:
             raise _bad_plan(f"{len(ids)} rows, {splits.null_count} without split")
+        lowest, highest = int(pc.min(splits).as_py()), int(pc.max(splits).as_py())
+        if lowest < 0 or highest >= len(splits):  # checked before there are counts of so many
+            raise _bad_plan(f"{len(splits)} rows in splits {lowest} to {highest}, some of which have none")
+        if pc.min(ids).as_py() < 0:
+            raise _bad_plan(f"row_id {pc.min(ids).as_py()}")
         row_ids = ids.cast(pa.uint64()).to_numpy()
         split_ids = splits.cast(pa.int64()).to_numpy()
-        counts = np.bincount(split_ids) if split_ids.min() >= 0 else np.zeros(1, np.int64)
+        counts = np.bincount(split_ids)
         if not counts.min():
             raise _bad_plan(f"splits without rows: {np.flatnonzero(counts == 0)[:20].tolist()} of {len(counts)}")
         length = int(counts.min())
         order = np.argsort(split_ids, kind="stable")
         starts = np.cumsum(counts) - counts
         chosen = order[(starts[:, None] + np.arange(length)).reshape(-1)]
-        version = (table.schema.metadata or {}).get(b"base_version")
         taken = np.ascontiguousarray(row_ids[chosen])
         digest = hashlib.sha256(str(len(counts)).encode() + taken.tobytes()).hexdigest()[:32]
         return cls(
             row_ids=taken,
             num_splits=len(counts),
             surplus_rows=len(row_ids) - len(taken),
-            base_version=None if version is None else int(version),
+            base_version=_base_version(table.schema.metadata),
             digest=digest,
         )
 
 
 def order_spec(
     *,
-    order: str,
+    order: str | None,
+    default_order: str,
     plan: UserPlan | None,
     num_splits: int | None,
     shuffle: bool,
@@ -86,12 +92,21 @@ def order_spec(
 ) -> OrderSpec:
     """Returns the order a stream is built for, whether of an algorithm or of the user's plan.
 
+    ``default_order`` is that where ``order`` is None and there is no plan; the others are what the user passed.
+
     Raises:
         ConfigError: A value cannot work, or stands beside a plan that decides it.
     """
+    num_splits, shuffle_seed, shuffle_clump_size = map(whole, (num_splits, shuffle_seed, shuffle_clump_size))
+    given: Any = shuffle
+    switch = given.item() if isinstance(given, np.generic) else whole(given)
+    if isinstance(switch, int) and switch in (0, 1):
+        shuffle = bool(switch)  # a state says True or False
+    if order is None:
+        order = default_order if plan is None else "plan"
     if plan is None:
         return OrderSpec(
-            num_splits=num_splits,  # type: ignore[arg-type]  # checked there
+            num_splits=num_splits,
             shuffle=shuffle,
             shuffle_seed=shuffle_seed,
             shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
@@ -107,6 +122,8 @@ def order_spec(
                 remedy="leave them out, and choose and order the rows in the plan",
             )
         )
+    if num_splits is not None:
+        require_int("num_splits", num_splits, minimum=1, remedy="leave it out: the plan has its own")
     if num_splits not in (None, plan.num_splits):
         raise ConfigError(
             explain(
@@ -126,7 +143,7 @@ def column_names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     names = tuple(columns) if isinstance(columns, (list, tuple)) else ()
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            explain("columns is not valid", found=repr(columns), expected="a list of column names", remedy="pass one")
+            explain("columns is not valid", found=shown(columns), expected="a list of column names", remedy="pass one")
         )
     return names
 
@@ -134,6 +151,16 @@ def column_names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
 def read_plan(plan: object) -> UserPlan | None:
     """Returns the user's plan, if there is one."""
     return None if plan is None else UserPlan.of(plan)
+
+
+def _base_version(metadata: Mapping[bytes, bytes] | None) -> int | None:
+    """Returns the table version that a plan names, None if it names none."""
+    text = (metadata or {}).get(b"base_version")
+    if text is None:
+        return None
+    if not (text.isdigit() and 0 < len(text) < 19 and int(text) > 0):
+        raise _bad_plan(f"base_version {shown(text)} in the plan's metadata")
+    return int(text)
 
 
 def _bad_plan(found: str) -> ConfigError:

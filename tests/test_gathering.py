@@ -148,7 +148,7 @@ def test_rows_taken_inside_a_cycle_are_kept(gathered: list[dict[str, Any]]) -> N
         ("other data", StateMismatchError, "shuffle_seed differs"),
         ("one has none", StateError, "process 2: no state inside a batch"),
         ("an error that does not travel", StateError, "process 0: OddError: odd"),
-        ("not a state", StateError, "format is unknown"),
+        ("not a state", StateError, "this is not a stream state"),
         ("a rank too few", StateError, "rank 0 of 4, rank 1 of 4, rank 2 of 4"),
         ("the same rank twice", StateError, "rank 1 of 3, rank 1 of 3"),
     ],

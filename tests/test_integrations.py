@@ -92,7 +92,9 @@ def test_weights_are_trained_on_each_row_once_an_epoch_whoever_is_killed(
 
     entries = read_log(tmp_path)
     starts = [(entry["start"], entry["world"]) for entry in entries if entry.get("rank") == 0 and "start" in entry]
-    assert starts == [([0, 0], 2), ([0, 3], 2), ([1, 0], 3)]
+    # A worker may die before Ray Train has heard that all ranks have reported: then the one before is the last.
+    assert [world for _, world in starts] == [2, 2, 3] and starts[0][0] == [0, 0]
+    assert starts[1][0] in ([0, 0], [0, 3]) and starts[2][0] in ([0, 3], [1, 0])
     wanted = reference(stream, 2)
     assert delivered(entries) == wanted
     in_plan = {row for (epoch, _), ids in wanted.items() if epoch == 0 for row in ids}

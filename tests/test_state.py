@@ -452,6 +452,20 @@ def test_a_state_of_lancedb_is_named_as_such() -> None:
         StreamState.from_dict(theirs)
 
 
+def test_a_state_of_ours_without_its_format_is_damaged_and_not_one_of_lancedb() -> None:
+    damaged = {key: value for key, value in VALID.items() if key != "format"}
+    of = dataclasses.replace(StreamState.from_dict(VALID).provenance, order=OrderSpec(num_splits=4, order="lancedb"))
+    for read in (
+        lambda: StreamState.from_dict(damaged),
+        lambda: StreamState.from_dict(
+            damaged, of=dataclasses.replace(of, order=OrderSpec(num_splits=4, order="lancedb"))
+        ),
+        lambda: merge_state_dicts([damaged, damaged]),
+    ):
+        with pytest.raises(StateError, match="format is missing or damaged"):
+            read()
+
+
 @pytest.mark.parametrize("version", [0, 2, 10**30])
 def test_another_format_is_refused(version: int) -> None:
     with pytest.raises(StateError, match="format is unknown"):

@@ -107,6 +107,13 @@ def numbers_out_of_range_are_refused_at_once(case: Case) -> None:
     assert issubclass(ConfigError, ValueError)
 
 
+def columns_are_those_of_the_table_each_once(case: Case) -> None:
+    for columns, message in ((["id", "id"], "named twice"), (["id", "_rowid"], "columns do not exist.*'_rowid'")):
+        assert len(next(iter(LANCEDB.one(case.table(), columns=columns)))) == len(set(columns))
+        with pytest.raises(ConfigError, match=message):
+            case.ours.one(case.table(), columns=columns)
+
+
 def any_number_of_ranks_up_to_that_of_splits(case: Case) -> None:
     expected = ids(LANCEDB.one(case.table(211), num_splits=7))
     for world_size in range(1, 8):
@@ -218,6 +225,11 @@ DEPARTURES = (
         "numbers out of range are ConfigErrors of the constructor",
         "others hang, panic or fail late",
         numbers_out_of_range_are_refused_at_once,
+    ),
+    Departure(
+        "columns are those of the table, each once",
+        "a batch has a column once, and a row id means nothing in a table that was moved or copied",
+        columns_are_those_of_the_table_each_once,
     ),
     Departure(
         "world_size need not divide num_splits", "a cluster shrinks by one", any_number_of_ranks_up_to_that_of_splits

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ray_lance_stream import TransformError
+from ray_lance_stream import ConfigError, ReplaceRow, TransformError
 from streaming.sides import LANCEDB, OpenTable, Side, counts, ids, saved
 
 BAD = frozenset({0, 7, 8, 23, 100, 101, 102, 150, 210})
@@ -203,3 +204,17 @@ def test_every_row_fails(side: Side, table_of: OpenTable) -> None:
 def test_an_unknown_mode(side: Side, table_of: OpenTable, mode: Any) -> None:
     with pytest.raises(ValueError, match="on_transform_error"):
         side.one(table_of(24), on_transform_error=mode)
+
+
+class Failure(ValueError):
+    """An exception to name instead of a function that knows it."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [(ReplaceRow, r"ReplaceRow\(value\)"), (Failure, r"isinstance\(error, Failure\)"), (bool, "a function of the ex")],
+)
+def test_a_class_would_leave_out_every_row(ours: Side, table_of: OpenTable, mode: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"on_transform_error must be.*not a class.*{remedy}") as caught:
+        ours.one(table_of(24), on_transform_error=mode)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
