@@ -2,8 +2,8 @@
 
 Takes modules of Python's standard library as documents and their bytes as tokens. ``shard.loss_scale`` makes means
 over rows right, for any number of workers and micro-batches. A mean over tokens needs counts, for sequences differ in
-how many tokens there are to predict. Here each micro-batch adds the *sum* of its losses to the gradient, the ranks add up
-their counts, and the gradient is divided by the step's. At the end one process that takes whole steps has to agree.
+how many tokens there are to predict. Here each micro-batch adds the *sum* of its losses to the gradient, the ranks add
+up their counts, and the gradient is divided by the step's. At the end one process that takes whole steps has to agree.
 """
 
 from __future__ import annotations

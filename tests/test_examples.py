@@ -26,7 +26,8 @@ def run_here(tmp_path: Path, one_node: None) -> Any:
 
     def run(name: str) -> dict[str, Any]:
         module = importlib.import_module(name)
-        ray.cloudpickle.register_pickle_by_value(module)  # as where it is the script; workers do not find it
+        by_value: Any = ray.cloudpickle.register_pickle_by_value  # untyped
+        by_value(module)  # as where it is the script; workers do not find it
         found: dict[str, Any] = module.main(tmp_path)
         return found
 
