@@ -118,7 +118,7 @@ def test_states_of_other_plans_are_refused(tables: Tables) -> None:
     [
         ("no table", "plan is not valid"),
         (pa.table({"row_id": [1]}), "plan is not valid"),
-        (pa.table({"row_id": [1, 2], "split_id": [0, 2]}), "splits without rows"),
+        (pa.table({"row_id": [1, 2], "split_id": [0, 2]}), "some of which have none"),
         (pa.table({"row_id": [1.5, 2], "split_id": [0, 1]}), "row_id of type double"),
         (pa.table({"row_id": pa.array([], pa.uint64()), "split_id": pa.array([], pa.uint64())}), "0 rows"),
         (pa.table({"row_id": [1, 2, 3], "split_id": [0, 1, 2]}), "num_splits is not"),
