@@ -240,7 +240,7 @@ def leaking_files(*roots: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.timeout(240)
 def test_a_run_that_the_store_refuses_writes_them_nowhere(
     running: Store, cluster: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

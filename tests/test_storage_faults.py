@@ -134,7 +134,7 @@ def test_a_filter_is_not_blamed_for_an_outage(faulty: Store) -> None:
         table.matching_rows("ib < 10")
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_an_outage_that_does_not_pass_ends_in_an_error_of_ours(faulty: Store) -> None:
     with opened_here(make_stream(faulty.options())) as shard:
         faulty.fault = lambda seen: BROKEN if reads_of_data(seen) else None
@@ -198,7 +198,7 @@ def test_a_factory_renews_credentials_in_the_middle_of_an_epoch(
     assert len([key for key, reads in valid.used.items() if reads > 5]) >= 3, "several were used up"
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_credentials_that_cannot_be_renewed_say_what_to_do(faulty: Store) -> None:
     with opened_here(make_stream(faulty.options())) as shard:
         faulty.fault = lambda _: EXPIRED
@@ -270,7 +270,7 @@ class Outage:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.usefixtures("one_node")
 def test_prefetchers_renew_credentials_and_are_started_again_during_an_outage(
     faulty: Store, expected: list[list[int]], tmp_path: Path

@@ -64,7 +64,7 @@ def test_two_streams_of_one_table_and_name_share_no_actor_and_end_apart(tables: 
     first.close()
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.timeout(300)
 def test_two_runs_at_once_are_exact_and_one_outlives_the_end_of_the_other(tables: Tables, tmp_path: Path) -> None:
     """The same table, key in ``datasets``, and name of the run; only where they store differs."""

@@ -302,7 +302,7 @@ def cleaned_up(uri: str) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.fault
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize(
