@@ -52,7 +52,7 @@ def test_a_plain_loop_goes_on_bit_for_bit_without_ray(tmp_path: Path) -> None:
     assert (state["epoch"], state["samples_consumed_per_split"]) in [(2, 149), (3, 0), (2, [149] * 12), (3, [0] * 12)]
 
 
-@pytest.mark.slow
+@pytest.mark.fault
 def test_images_are_decoded_and_augmented_alike_for_workers_and_one_reader(run_here: Any) -> None:
     found = run_here("images")
     assert found["equal"]

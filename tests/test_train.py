@@ -56,8 +56,10 @@ def make_stream(uri: str, **options: Any) -> LanceStream:
     return LanceStream(uri, "t", **settings)
 
 
-@slow
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "workers",
+    [*(pytest.param(n, marks=pytest.mark.fault) for n in (1, 5)), *(pytest.param(n, marks=slow) for n in (2, 3))],
+)
 def test_ordered_global_batches_are_equal_at_any_world_size(uri: str, tmp_path: Path, workers: int) -> None:
     stream = make_stream(uri, prefetch=PrefetchConfig(idle_timeout_s=5, placement_timeout_s=120))
     # Ray's own DataConfig does as well.
@@ -139,7 +141,7 @@ def test_ranks_that_report_at_different_steps_all_get_the_same_error(uri: str, t
 
 
 @slow
-@pytest.mark.parametrize("how", ["gone", "killed"])
+@pytest.mark.parametrize("how", ["gone", pytest.param("killed", marks=pytest.mark.fault)])
 def test_a_checkpoint_is_complete_without_the_state_manager(uri: str, tmp_path: Path, how: str) -> None:
     stream = make_stream(uri)
     fit(lose_the_manager, {"train": stream}, 2, tmp_path, max_failures=1, how=how)
