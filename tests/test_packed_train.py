@@ -131,7 +131,8 @@ def test_a_run_restarts_in_lancedbs_order_and_lancedbs_class_goes_on_from_its_ch
     entries = read_log(tmp_path)
     assert delivered(entries) == reference(stream, 2)
     starts = [entry["start"] for entry in entries if "start" in entry]
-    assert starts == [[0, 0]] * 2 + [[1, 1]] * 2
+    # A worker may die before Ray Train has heard that all ranks have reported: then the report before is the last.
+    assert starts in ([[0, 0]] * 2 + [[1, 1]] * 2, [[0, 0]] * 2 + [[0, 2]] * 2)
     # What the checkpoint holds, LanceDB goes on from.
     (newest,) = sorted((tmp_path / "runs" / "run").glob("checkpoint_*/lance_stream.json"))[-1:]
     state = json.loads(newest.read_text())["streams"]["train"]
