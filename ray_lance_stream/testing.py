@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.stream import LanceStream
 
-__all__ = ["GlobalBatch", "check_resume_at_every_step", "check_transform", "global_batches"]
+__all__ = ["GlobalBatch", "check_loop", "check_resume_at_every_step", "check_transform", "global_batches"]
 
 T = TypeVar("T")
 Columns = dict[str, NDArray[Any]]
@@ -175,6 +175,84 @@ def check_resume_at_every_step(
     for start in range(len(world_sizes)):
         _check_chain(run, [*world_sizes[start:], *world_sizes[:start]], expected)
     return expected
+
+
+def check_loop(
+    loop: Callable[[StreamShard], Iterable[Mapping[str, Any]]],
+    stream: LanceStream,
+    world_sizes: Sequence[int] = (1, 2, 3),
+) -> None:
+    """Checks that a training loop of your own trains on every row once and in order, wherever it is taken up again.
+
+    An epoch is run at every world size, and from the state after every step. A loop that fetches batches ahead of
+    those it trains on, or leaves some out, is found: its state is ahead of what it has yielded.
+
+    Args:
+        loop: A generator function. Called with each replica's shard, it iterates as the training loop does, from
+            where the shard stands, and yields after every step what it has just trained on: a mapping of one or more
+            of the stream's columns, ``(rows, ...)`` each. The state is taken at that moment, and the loop closed
+            there or continued.
+        stream: The stream; a small table will do.
+        world_sizes: Numbers of replicas, 1 to ``num_splits`` each.
+
+    Raises:
+        AssertionError: It trains on other rows, or its state does not fit what it has trained on; the message names
+            the step.
+        ConfigError: ``stream`` is no ``LanceStream``.
+
+    Example:
+        >>> import lancedb, numpy as np, pyarrow as pa, tempfile
+        >>> from ray_lance_stream import LanceStream
+        >>> uri = tempfile.mkdtemp()
+        >>> table = lancedb.connect(uri).create_table("numbers", pa.table({"id": np.arange(30)}))
+        >>> def loop(shard):
+        ...     for batch in shard.iter_batches():
+        ...         yield {"id": batch["id"]}
+        >>> check_loop(loop, LanceStream(uri, "numbers", num_splits=4, global_batch_size=12))
+    """
+    expected = global_batches(stream, world_sizes[0])
+    for step in range(len(expected)):
+        for size in world_sizes:
+            what = f"the loop, from step {step} on, with {size} replicas"
+            _follow(loop, stream, size, _saved(expected, step), expected[step:], what)
+
+
+def _follow(
+    loop: Callable[[StreamShard], Iterable[Mapping[str, Any]]],
+    stream: LanceStream,
+    world_size: int,
+    state: Mapping[str, Any] | None,
+    expected: list[GlobalBatch],
+    what: str,
+) -> None:
+    """Runs a loop on all replicas, step by step, and compares what it yields, and the states, with what should come."""
+    agreement = ThreadAgreement(world_size)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(world_size))
+        shards = [
+            stack.enter_context(stream.open(rank=r, world_size=world_size, coordinator=agreement.member(r)))
+            for r in range(world_size)
+        ]
+        for shard in shards:
+            if state is not None:
+                shard.load_state_dict(state)
+        running = [iter(loop(shard)) for shard in shards]
+        widths = [len(shard.replica.owned_splits(stream.config.order.num_splits)) for shard in shards]
+        for batch in expected:
+            where = f"{what}: step {batch.step} of epoch {batch.epoch}"
+            yielded = list(pool.map(lambda steps: next(steps, None), running))
+            shares = [[{name: np.asarray(of) for name, of in rows.items()}] for rows in yielded if rows is not None]
+            if len(shares) < world_size:
+                raise AssertionError(f"{where}: the loop has ended on {world_size - len(shares)} replicas")
+            for name in shares[0][0]:
+                found = _in_canonical_order(name, shares, widths, where)
+                wanted = batch.columns.get(name)
+                if wanted is None:
+                    raise AssertionError(f"{where}: {name!r} is no column of the stream, which has {[*batch.columns]}")
+                if found.shape != wanted.shape or not np.array_equal(found, wanted.astype(found.dtype)):
+                    raise AssertionError(f"{where}: column {name!r} holds other rows, or in another order")
+            if difference := _difference(_state(where, shards), batch.state):
+                raise AssertionError(f"{where}: the state is not that of the rows yielded, {difference}")
 
 
 def check_transform(transform: Callable[..., Any], rows: pa.Table | pa.RecordBatch, *, seed: int = 0) -> pa.Table:

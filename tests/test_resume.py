@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,59 @@ def test_the_harness_says_what_it_wants(tables: Tables) -> None:
     for check in (check_resume_at_every_step, global_batches):
         with pytest.raises(ConfigError, match=r"type StreamingDataset.*Expected: a LanceStream.*order='lancedb'"):
             check(dataset)
+
+
+def trains_on_all(shard: Any) -> Iterator[dict[str, Any]]:
+    parts: list[Any] = []
+    for batch in shard.iter_batches(micro_batch_size=2):
+        parts.append(batch["id"])
+        if shard.is_step_end:
+            yield {"id": np.concatenate(parts)}
+            parts.clear()
+
+
+def fetches_ahead(shard: Any) -> Iterator[dict[str, Any]]:
+    """As Accelerate does, to know which batch is the last."""
+    before = None
+    for batch in shard.iter_batches():
+        if before is not None:
+            yield before
+        before = {"id": batch["id"]}
+    if before is not None:
+        yield before
+
+
+def leaves_out_a_step(shard: Any) -> Iterator[dict[str, Any]]:
+    for batch in shard.iter_batches():
+        if shard.step != 2:
+            yield {"id": batch["id"]}
+
+
+def begins_anew(shard: Any) -> Iterator[dict[str, Any]]:
+    """Counts its steps from where the epoch begins."""
+    for step, batch in enumerate(shard.iter_batches()):
+        yield {"id": batch["id"], "step": np.full(len(batch["id"]), step)}
+
+
+def test_a_loop_is_checked_wherever_it_is_taken_up_again(tables: Tables) -> None:
+    stream = tables.stream(50, drop_last=False)
+    testing.check_loop(trains_on_all, stream, (1, 3))
+    with pytest.raises(AssertionError, match=r"from step 0 on.*: step 1 of epoch 0: the state is not that"):
+        testing.check_loop(fetches_ahead, stream, (1, 3))
+    with pytest.raises(AssertionError, match="step 2 of epoch 0: column 'id' holds other rows"):
+        testing.check_loop(leaves_out_a_step, stream, (1, 3))
+    with pytest.raises(AssertionError, match="the loop has ended on 1 replicas"):
+        testing.check_loop(lambda _: iter(()), stream, (1,))
+    with pytest.raises(AssertionError, match="'step' is no column of the stream"):
+        testing.check_loop(begins_anew, stream, (1,))
+    skipping = tables.stream(50, transform=fail_on_sevenths, on_transform_error="skip")
+    testing.check_loop(trains_on_all, skipping, (3, 1))
+
+
+def fail_on_sevenths(batch: Any) -> Any:
+    if any(row % 7 == 0 for row in batch["id"].to_pylist()):
+        raise ValueError("a bad row")
+    return {"id": batch["id"]}
 
 
 def test_resume_from_is_where_the_stream_begins_for_the_harness_too(tables: Tables) -> None:
