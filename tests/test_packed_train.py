@@ -111,7 +111,8 @@ def test_a_worker_that_fails_and_a_second_fit_at_another_world_size(source: Any,
     later.close()
     entries = read_log(tmp_path)
     starts = [entry["start"] for entry in entries if "start" in entry]
-    assert starts == [[0, 0]] * 2 + [[0, 3]] * 5
+    # As below.
+    assert starts in ([[0, 0]] * 2 + [[0, 3]] * 5, [[0, 0]] * 7)
     expected = reference(stream, 2)
     assert len(expected) == 2 * STEPS
     assert delivered(entries) == expected
