@@ -25,7 +25,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,17 +108,7 @@ def global_batches(
         )
     options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "prefetch_batches": prefetch_batches}
     batches: list[GlobalBatch] = []
-    agreement = ThreadAgreement(world_size)
-    with ExitStack() as stack:
-        # A thread for each replica: where rows may be skipped, they wait for one another.
-        pool = stack.enter_context(ThreadPoolExecutor(world_size))
-        shards = [
-            stack.enter_context(stream.open(rank=r, world_size=world_size, coordinator=agreement.member(r)))
-            for r in range(world_size)
-        ]
-        for shard in shards:
-            if state is not None:
-                shard.load_state_dict(state)
+    with _opened(stream, world_size, state) as (shards, pool):
         for _ in range(epoch_count):
             iterators = [iter(shard.iter_batches(**options)) for shard in shards]
             while len(batches) != stop_after and (batch := _next_step(shards, iterators, stream, pool)) is not None:
@@ -226,16 +216,7 @@ def _follow(
     what: str,
 ) -> None:
     """Runs a loop on all replicas, step by step, and compares what it yields, and the states, with what should come."""
-    agreement = ThreadAgreement(world_size)
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(world_size))
-        shards = [
-            stack.enter_context(stream.open(rank=r, world_size=world_size, coordinator=agreement.member(r)))
-            for r in range(world_size)
-        ]
-        for shard in shards:
-            if state is not None:
-                shard.load_state_dict(state)
+    with _opened(stream, world_size, state) as (shards, pool):
         running = [iter(loop(shard)) for shard in shards]
         widths = [len(shard.replica.owned_splits(stream.config.order.num_splits)) for shard in shards]
         for batch in expected:
@@ -301,6 +282,24 @@ def check_transform(transform: Callable[..., Any], rows: pa.Table | pa.RecordBat
                         "Remedy: use nothing but the row itself and ctx.generator(row)."
                     )
     return result
+
+
+@contextmanager
+def _opened(
+    stream: LanceStream, world_size: int, state: Mapping[str, Any] | None
+) -> Iterator[tuple[list[StreamShard], ThreadPoolExecutor]]:
+    """Opens all replicas at a state; with a thread for each: where rows may be skipped, they wait for one another."""
+    agreement = ThreadAgreement(world_size)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(world_size))
+        shards = [
+            stack.enter_context(stream.open(rank=r, world_size=world_size, coordinator=agreement.member(r)))
+            for r in range(world_size)
+        ]
+        for shard in shards:
+            if state is not None:
+                shard.load_state_dict(state)
+        yield shards, pool
 
 
 def _next_step(
