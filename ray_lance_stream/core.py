@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="ShardCore")
 
 
-def steps_done(steps: StepPlan, cycle: int, *, ended: bool) -> int:
-    """Returns how many steps are finished at a cycle; ``ended``: skipped rows have made the last one end there."""
-    return -(-cycle // steps.cycles_per_step) if ended else steps.steps_done(cycle)
-
-
 class ShardCore(HandedOut):
     """The part of :class:`~ray_lance_stream.shard.StreamShard` that hands out nothing."""
 
@@ -95,7 +90,7 @@ class ShardCore(HandedOut):
         """Steps of this epoch that are finished, the one that ends with the last batch included."""
         position = self._here()
         steps = self._steps_of(self._handle) if self._closed and self._handle else self._steps()
-        return steps_done(steps, position.cycle, ended=position.ended)
+        return steps.steps_done(position.cycle, ended=position.ended)
 
     @property
     def num_rows(self) -> int:

@@ -42,9 +42,7 @@ def sight_of(shard: ShardCore) -> Sight:
     step = num_steps = 0
     if handle is not None and handle.spec.epoch == position.epoch:  # else it is just going to the next epoch
         steps = shard._steps_of(handle)
-        step, num_steps = steps.steps_done(position.cycle), steps.num_steps
-        if position.ended:  # skipped rows have made the last step end early
-            step = -(-position.cycle // steps.cycles_per_step)
+        step, num_steps = steps.steps_done(position.cycle, ended=position.ended), steps.num_steps
     flight = None if reader is None else reader.dispatcher.waits_for
     return Sight(
         seat=shard._seat,

@@ -17,7 +17,7 @@ from ray_lance_stream.batches import (
     deliveries,
     sifted_deliveries,
 )
-from ray_lance_stream.core import ShardCore, steps_done
+from ray_lance_stream.core import ShardCore
 from ray_lance_stream.delivery import prefetch
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.origins import COLUMNS, saying_rows, unknown_rows
@@ -267,7 +267,7 @@ class StreamShard(ShardCore):
         position = self._position
         if item.micro_index == 0:
             after = position.state_after(item.end_cycle, item.positions, item.places)
-            self._link.announce(self._seat, steps_done(steps, item.end_cycle, ended=item.is_last), after)
+            self._link.announce(self._seat, steps.steps_done(item.end_cycle, ended=item.is_last), after)
         self.loss_scale, self.is_step_end, self._origin = item.loss_scale, item.is_step_end, item.origin
         if item.is_step_end:
             position.cycle, position.micro_done = item.end_cycle, 0

@@ -136,8 +136,13 @@ class StepPlan:
         """Returns the step a cycle belongs to."""
         return cycle // self.cycles_per_step
 
-    def steps_done(self, cycle: int) -> int:
-        """Returns how many steps are finished once the first ``cycle`` cycles have been handed out."""
+    def steps_done(self, cycle: int, *, ended: bool = False) -> int:
+        """Returns how many steps are finished once the first ``cycle`` cycles have been handed out.
+
+        With ``ended`` the epoch ends there, as skipped rows make it end early: the last step counts, however short.
+        """
+        if ended:
+            return -(-cycle // self.cycles_per_step)
         return self.num_steps if cycle >= self.end_cycle else cycle // self.cycles_per_step
 
     def cycles(self, step: int) -> range:
