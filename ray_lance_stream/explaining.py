@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream.errors import ConfigError, explain
-from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import OrderSpec, Plan, PlanSpec, SplitLayout, require_int
 from ray_lance_stream.position import Position
 from ray_lance_stream.provenance import Provenance
@@ -32,7 +31,7 @@ from ray_lance_stream.readable import check_identity
 from ray_lance_stream.request import Ranges
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stepskips import NO_SKIPS, Skips
-from ray_lance_stream.topology import Replica, StepPlan
+from ray_lance_stream.topology import Replica, StepPlan, shares
 
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
@@ -184,7 +183,9 @@ class OfflinePlan:
         cycles = steps.cycles(step - 1)
         ranges = Ranges(first_split=0, num_splits=steps.num_splits, start=cycles.start, stop=cycles.stop)
         splits, positions = ranges.places()
-        owner, owner_index = _shares(steps.num_splits, len(cycles), 1 if world_size is None else world_size)
+        dp_size = 1 if world_size is None else world_size
+        Replica(dp_size=dp_size).owned_splits(steps.num_splits)  # checks the number
+        owner, owner_index = shares(splits, positions - cycles.start, steps.num_splits, dp_size)
         wanted = np.arange(len(splits)) if rank is None else np.flatnonzero(owner == _known_rank(rank, world_size))
         shown = wanted[:limit]
         rows = self._plan(epoch).rows(splits[shown], positions[shown])
@@ -257,17 +258,6 @@ def rows_were_skipped() -> ConfigError:
             remedy="read the stream itself from the state",
         )
     )
-
-
-def _shares(num_splits: int, num_cycles: int, world_size: int) -> tuple[IntArray, IntArray]:
-    """Returns, for every row of a step, the replica that gets it and the index in that replica's batch."""
-    replicas = [Replica(dp_rank=dp_rank, dp_size=world_size) for dp_rank in range(max(1, world_size))]
-    owned = [replica.owned_splits(num_splits) for replica in replicas]
-    owner = np.concatenate([np.full(len(own), dp_rank, dtype=np.int64) for dp_rank, own in enumerate(owned)])
-    place = np.concatenate([np.arange(len(own), dtype=np.int64) for own in owned])
-    width = np.concatenate([np.full(len(own), len(own), dtype=np.int64) for own in owned])
-    turns = np.arange(num_cycles, dtype=np.int64)[:, None]  # (cycle, split)
-    return np.tile(owner, num_cycles), (turns * width + place).reshape(-1)
 
 
 def _known_rank(rank: int, world_size: int | None) -> int:

@@ -13,7 +13,7 @@ from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan
 from ray_lance_stream.request import PlanHandle
-from ray_lance_stream.topology import StepPlan
+from ray_lance_stream.topology import StepPlan, shares
 
 PREFIX: Final = "_stream_"  # of the columns that a batch is given; the stream's own may not begin so
 ROW, POSITION = f"{PREFIX}row", f"{PREFIX}position"  # a prefetcher adds these, which it knows
@@ -181,9 +181,7 @@ def _explained(
     num_splits: int,
     world_size: int,
 ) -> pa.Table:
-    # Replica r owns splits [r*S//R, (r+1)*S//R).
-    ranks = ((splits + 1) * world_size - 1) // num_splits
-    first, behind = ranks * num_splits // world_size, (ranks + 1) * num_splits // world_size
+    ranks, rank_indexes = shares(splits, indexes // num_splits, num_splits, world_size)
     return pa.table(
         {
             "epoch": np.broadcast_to(epochs, rows.shape),
@@ -193,7 +191,7 @@ def _explained(
             "position": positions,
             "row": rows,
             "rank": ranks,
-            "rank_index": indexes // num_splits * (behind - first) + splits - first,
+            "rank_index": rank_indexes,
         }
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import SplitLayout, require_int
 
 
@@ -34,6 +35,21 @@ class Replica:
                 )
             )
         return range(self.dp_rank * num_splits // self.dp_size, (self.dp_rank + 1) * num_splits // self.dp_size)
+
+
+def shares(splits: IntArray, cycles: IntArray, num_splits: int, dp_size: int) -> tuple[IntArray, IntArray]:
+    """Returns, for every row of a step, the replica that gets it and the index in that replica's part of the step.
+
+    Args:
+        splits: The rows' splits, int64, shape (rows,).
+        cycles: Their cycles, counted from the step's first one, likewise.
+        num_splits: S.
+        dp_size: Number of replicas, 1 to S.
+    """
+    # Replica r owns splits [r*S//R, (r+1)*S//R).
+    ranks = ((splits + 1) * dp_size - 1) // num_splits
+    first, behind = ranks * num_splits // dp_size, (ranks + 1) * num_splits // dp_size
+    return ranks, cycles * (behind - first) + splits - first
 
 
 @dataclass(frozen=True, kw_only=True)
