@@ -179,17 +179,12 @@ def _merged(directory: str, ranks: list[Saved]) -> Saved:
 
 
 def _read_file(filesystem: pafs.FileSystem, path: str) -> Saved:
-    info = filesystem.get_file_info(path)
-    if info.type != pafs.FileType.File:
+    if filesystem.get_file_info(path).type != pafs.FileType.File:
         raise _damaged(path, "a directory")
-    if info.size is not None and info.size > _MAX_BYTES:
-        raise _damaged(path, f"{info.size} bytes, far more than a state has")
-    with filesystem.open_input_stream(path) as source:
-        data = source.read()
     try:
-        content: Any = strict_json(data)
+        content = read_json(filesystem, path)
     except ValueError as error:
-        raise _damaged(path, f"{len(data)} bytes that are not JSON ({type(error).__name__})") from error
+        raise _damaged(path, str(error)) from error
     if not isinstance(content, dict) or content.get("kind") != _KIND or not isinstance(content.get("streams"), dict):
         raise _damaged(path, "JSON that this package did not write")
     version = content.get("version")
@@ -216,6 +211,23 @@ def _read_file(filesystem: pafs.FileSystem, path: str) -> Saved:
             raise _damaged(path, f"no list of the replicas whose states these are: {shown(content['parts'])}")
     run = content.get("run")
     return Saved(streams=streams, stamp=(stamp[0], stamp[1]), run=run if isinstance(run, str) else None, parts=parts)
+
+
+def read_json(filesystem: pafs.FileSystem, path: str) -> Any:
+    """Returns what a file says that may hold a state; see :func:`strict_json`.
+
+    Raises:
+        ValueError: It holds no JSON, or is too large for a state and was not read; says what it is.
+    """
+    info = filesystem.get_file_info(path)
+    if info.size is not None and info.size > _MAX_BYTES:
+        raise ValueError(f"{info.size} bytes, far more than a state has")
+    with filesystem.open_input_stream(path) as source:
+        data = source.read()
+    try:
+        return strict_json(data)
+    except ValueError as error:
+        raise ValueError(f"{len(data)} bytes that are not JSON ({type(error).__name__})") from error
 
 
 def strict_json(data: bytes) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from pyarrow import fs as pafs
 
-from ray_lance_stream.checkpoint import Streams, is_our_file, locate, read_saved, read_streams, strict_json
+from ray_lance_stream.checkpoint import Streams, is_our_file, locate, read_json, read_saved, read_streams, strict_json
 from ray_lance_stream.errors import LanceStreamError, MissingStateError, StateError, StateMismatchError, explain
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
@@ -20,7 +20,6 @@ logger = logging.getLogger("ray_lance_stream")
 # What Ray Train writes into a run's directory about the run's checkpoints.
 _SNAPSHOT: Final = "checkpoint_manager_snapshot.json"
 _EARLIER: Final = "earlier checkpoint of the run"
-_MAX_STATE_BYTES: Final = 256 * 1024 * 1024  # as for checkpoints: a foreign file is not read into memory
 _MAX_LOOK: Final = 64  # checkpoints looked into for an earlier one
 _SCHEMES: Final = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
 
@@ -82,18 +81,14 @@ def read_state_dict(filesystem: pafs.FileSystem, path: str, of: Callable[[], Pro
     Raises:
         StateError: It holds anything else, or a damaged state.
     """
-    info = filesystem.get_file_info(path)
-    if info.type != pafs.FileType.File or is_our_file(path):
+    if filesystem.get_file_info(path).type != pafs.FileType.File or is_our_file(path):
         return None
-    content, found = None, f"{info.size} bytes"
-    if (info.size or 0) <= _MAX_STATE_BYTES:
-        with filesystem.open_input_stream(path) as source:
-            data = source.read()
-        try:
-            content = strict_json(data)
-            found = f"a {type(content).__name__}"
-        except ValueError as error:
-            found = f"{info.size} bytes that are not JSON ({type(error).__name__})"
+    content = None
+    try:
+        content = read_json(filesystem, path)
+        found = f"a {type(content).__name__}"
+    except ValueError as error:
+        found = str(error)
     if isinstance(content, dict) and "kind" in content:
         return None  # a file of a checkpoint, under another name
     if not isinstance(content, dict):
