@@ -68,8 +68,7 @@ def convert(
       ray-lance-stream convert lancedb.json /runs/c/start --to checkpoint \\
           --uri /data/db --table digits --version 7
     """
-    if (uri is None) != (table is None):
-        raise click.UsageError("--uri and --table go together")
+    options.check_table_options(uri, table)
     if uri is None and any(value not in (None, False) for value in order_options.values()):
         raise click.UsageError("--version, --filter, --no-shuffle and --shuffle-clump-size need --uri and --table")
     from ray_lance_stream.checkpoint import locate
@@ -86,21 +85,11 @@ def convert(
         _write_checkpoint(loaded, filesystem, path, name, force=force)
 
 
-def _said(
-    ref: TableRef, *, version: int | None, filter_sql: str | None, no_shuffle: bool, shuffle_clump_size: int | None
-) -> Provenance:
+def _said(ref: TableRef, *, version: int | None, **order_options: Any) -> Provenance:
     """What a state of ``lancedb.streaming`` is said to belong to; its splits and seed are its own."""
-    from ray_lance_stream.plan import OrderSpec
     from ray_lance_stream.provenance import Provenance
 
-    order = OrderSpec(
-        num_splits=1,
-        shuffle=not no_shuffle,
-        shuffle_seed=0,
-        shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
-        filter=filter_sql,
-        order="lancedb",
-    )
+    order = options.order_of(1, order="lancedb", **order_options)
     return Provenance(table=ref.open(version).identity, order=order)
 
 

@@ -116,26 +116,10 @@ def _plan_of_checkpoint(ref: Any, checkpoint: str, name: str | None) -> tuple[Of
     return OfflinePlan.of_provenance(ref, state.provenance), state.epoch
 
 
-def _plan_of_options(
-    ref: Any,
-    *,
-    num_splits: Any,
-    shuffle_seed: int | None,
-    no_shuffle: bool,
-    shuffle_clump_size: int | None,
-    filter_sql: str | None,
-    version: int | None,
-) -> OfflinePlan:
+def _plan_of_options(ref: Any, *, num_splits: Any, version: int | None, **order_options: Any) -> OfflinePlan:
     from ray_lance_stream.explaining import OfflinePlan
-    from ray_lance_stream.plan import OrderSpec
 
-    order = OrderSpec(
-        num_splits=num_splits,
-        shuffle=not no_shuffle,
-        shuffle_seed=0 if shuffle_seed is None else shuffle_seed,
-        shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
-        filter=filter_sql,
-    )
+    order = options.order_of(num_splits, **order_options)
     return OfflinePlan(ref.open(version), order, ref)
 
 
@@ -158,8 +142,7 @@ def _as_dict(found: StepRows, plan: OfflinePlan) -> dict[str, Any]:
 
 def _head(found: StepRows, plan: OfflinePlan, table: str, rank: int | None) -> str:
     whose = "" if rank is None else f" for rank {rank}"
-    first, last = found.cycles.start, found.cycles.stop - 1
-    cycles = f"cycle {first:,}" if first == last else f"cycles {first:,} to {last:,}"
+    cycles = text.span("cycle", found.cycles.start, found.cycles.stop - 1)
     skipped = "; left out by skip_steps, not delivered" if found.skipped else ""
     return (
         f"{text.printable(table)}, version {plan.table.version}, epoch {found.epoch}\n"

@@ -51,8 +51,7 @@ def inspect(
       ray-lance-stream inspect /runs/digits/checkpoint_000012 \\
           --global-batch-size 480 --uri /data/db --table digits
     """
-    if (uri is None) != (table is None):
-        raise click.UsageError("--uri and --table go together")
+    options.check_table_options(uri, table)
     from ray_lance_stream.cli import describe
     from ray_lance_stream.cli.loading import load, one_stream
 
@@ -155,12 +154,8 @@ def _consumed_text(progress: dict[str, Any], provenance: dict[str, Any]) -> str:
 
 def _skips_text(cycles: list[list[int]], steps: dict[str, Any] | None) -> str:
     if steps is not None:
-        return "; ".join(f"epoch {e}, {_span('step', first, last)}" for e, first, last in steps["skip_steps"])
-    return "; ".join(f"epoch {e}, {_span('cycle', start, stop - 1)}" for e, start, stop in cycles)
-
-
-def _span(unit: str, first: int, last: int) -> str:
-    return f"{unit} {first:,}" if first == last else f"{unit}s {first:,} to {last:,}"
+        return "; ".join(f"epoch {e}, {text.span('step', first, last)}" for e, first, last in steps["skip_steps"])
+    return "; ".join(f"epoch {e}, {text.span('cycle', start, stop - 1)}" for e, start, stop in cycles)
 
 
 def _splits_text(counts: dict[str, int]) -> str:

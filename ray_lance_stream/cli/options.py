@@ -11,6 +11,7 @@ from ray_lance_stream.cli.masking import remember, remember_uri
 
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
+    from ray_lance_stream.plan import OrderSpec
 
 DEBUG: Final = "ray_lance_stream.cli.debug"
 
@@ -79,6 +80,34 @@ shuffle_clump_size = click.option(
     "--shuffle-clump-size", type=int, metavar="N", help="Neighbouring rows shuffled as one; 1 by default."
 )
 version = click.option("--version", type=int, metavar="V", help="Version of the table; the latest by default.")
+
+
+def order_of(
+    num_splits: int,
+    *,
+    shuffle_seed: int | None = None,
+    no_shuffle: bool = False,
+    shuffle_clump_size: int | None = None,
+    filter_sql: str | None = None,
+    order: str = "feistel",
+) -> OrderSpec:
+    """Returns the order that options describe; what was not given has its default."""
+    from ray_lance_stream.plan import OrderSpec
+
+    return OrderSpec(
+        num_splits=num_splits,
+        shuffle=not no_shuffle,
+        shuffle_seed=0 if shuffle_seed is None else shuffle_seed,
+        shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
+        filter=filter_sql,
+        order=order,
+    )
+
+
+def check_table_options(uri: str | None, table: str | None) -> None:
+    """Raises UsageError if --uri or --table is given alone."""
+    if (uri is None) != (table is None):
+        raise click.UsageError("--uri and --table go together")
 
 
 def table_ref(uri: str, name: str, storage_options: Mapping[str, str]) -> TableRef:

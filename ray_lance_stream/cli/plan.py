@@ -76,16 +76,11 @@ def plan(
     from ray_lance_stream.cli import demand
     from ray_lance_stream.cli.planning import Setup
     from ray_lance_stream.config import PrefetchConfig
-    from ray_lance_stream.plan import OrderSpec
 
     given: dict[str, Any] = {"max_buffer_bytes": max_buffer_bytes, "block_bytes": block_bytes}
     speeds = _speeds(step_time_s, transform_time_ms_per_row, read_latency_ms, read_mib_per_s)
     setup = Setup(
-        order=OrderSpec(
-            num_splits=num_splits,
-            shuffle_clump_size=1 if shuffle_clump_size is None else shuffle_clump_size,
-            filter=filter_sql,
-        ),
+        order=options.order_of(num_splits, shuffle_clump_size=shuffle_clump_size, filter_sql=filter_sql),
         global_batch_size=global_batch_size,
         drop_last=drop_last,
         world_size=world_size,

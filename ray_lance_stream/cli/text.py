@@ -75,6 +75,11 @@ def plural(number: int, noun: str, many: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else many or noun + 's'}"
 
 
+def span(noun: str, first: int, last: int) -> str:
+    """Returns "step 3", "steps 3 to 5"."""
+    return f"{noun} {first:,}" if first == last else f"{noun}s {first:,} to {last:,}"
+
+
 def number(value: float) -> str:
     """Returns a count with thousands separated."""
     return f"{value:,.0f}"
