@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -181,6 +181,17 @@ def _ask(link: TrainLink, standing: Standing | None, report: int | None) -> Stre
     if report is not None:
         return link.commit(link.seat, report, standing)
     return None if standing is None else link.collect(link.seat, standing, _COLLECT_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def resumed_part(name: str) -> Iterator[str | None]:
+    """Gives the path of a file or directory in the run's last checkpoint; None if the run begins."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        yield None
+        return
+    with checkpoint.as_directory() as directory:
+        yield str(Path(directory, name))
 
 
 @dataclass

@@ -22,19 +22,17 @@ accumulation counts batches, and divides the loss by that count.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.integrations.trained import TrainedBatches
-from ray_lance_stream.saving import report
+from ray_lance_stream.saving import report, resumed_part
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -128,12 +126,6 @@ class StreamReportCallback(Callback):
             shutil.rmtree(directory)
 
 
-@contextlib.contextmanager
-def resumed() -> Iterator[str | None]:
+def resumed() -> AbstractContextManager[str | None]:
     """Gives the path of the run's last ``checkpoint.ckpt``, for ``ckpt_path``; None if the run begins."""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        yield None
-        return
-    with checkpoint.as_directory() as directory:
-        yield str(Path(directory, StreamReportCallback.CHECKPOINT_NAME))
+    return resumed_part(StreamReportCallback.CHECKPOINT_NAME)

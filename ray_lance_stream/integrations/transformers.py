@@ -20,14 +20,12 @@ in ``compute_loss`` if the ranks' shares differ: if the number of replicas does 
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ray.train
 import torch.distributed
 from ray.train import Checkpoint
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,7 +34,7 @@ from ray_lance_stream.batches import batches_left
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.integrations.trained import TrainedBatches
 from ray_lance_stream.position import Position
-from ray_lance_stream.saving import report
+from ray_lance_stream.saving import report, resumed_part
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -148,15 +146,9 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     return trainer
 
 
-@contextlib.contextmanager
-def resumed() -> Iterator[str | None]:
+def resumed() -> AbstractContextManager[str | None]:
     """Gives the path of the Trainer's own checkpoint in the run's last, for ``resume_from_checkpoint``, or None."""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        yield None
-        return
-    with checkpoint.as_directory() as directory:
-        yield str(Path(directory, StreamReportCallback.CHECKPOINT_NAME))
+    return resumed_part(StreamReportCallback.CHECKPOINT_NAME)
 
 
 def _as_it_is(batch: Any) -> Any:
