@@ -142,8 +142,8 @@ def end_sessions(stream_id: str) -> None:
 def progress_of(stream_id: str, timeout_s: float) -> list[RunProgress]:
     """Returns where every run of a stream stands; runs whose manager does not answer in time are left out."""
     progress = []
-    coordinators = _actors_of(stream_id, _COORDINATOR)
-    for session_id, manager in _actors_of(stream_id, _MANAGER).items():
+    coordinators = coordinators_of(stream_id)
+    for session_id, manager in managers_of(stream_id).items():
         sizes = [coordinators[session_id].sizes] if session_id in coordinators else []
         asked, *more = [method.options(max_task_retries=0).remote() for method in (manager.where, *sizes)]
         with contextlib.suppress(RayError):

@@ -282,7 +282,7 @@ class RaySource:
 
 def _join(pieces: list[Future[Any]], answer: Future[Any]) -> None:
     """Puts a block together from its parts, and empties their list: their callbacks would keep them by it."""
-    parts = [pieces.pop(0) for _ in pieces[:]]
+    parts, pieces[:] = pieces[:], []
     if not parts or not answer.set_running_or_notify_cancel():
         return  # done already, for parts that ended at the same time, or not wanted any more
     error = next((part.exception() for part in parts if part.exception() is not None), None)
