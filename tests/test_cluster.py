@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 import ray
 from checkpoints import run, saved
-from ray._private.internal_api import node_stats
 from runs import is_running, named_actors, opened, reference, wait_until
 
 from ray_lance_stream import (
@@ -68,19 +67,14 @@ def prefetchers(session: Session) -> list[tuple[str, int]]:
     return found
 
 
-def store_bytes() -> int:
-    """Bytes of objects in Ray's store on this node."""
-    (node,) = ray.nodes()  # type: ignore[no-untyped-call]
-    ask: Any = node_stats  # untyped
-    return int(ask(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.object_store_bytes_used)
-
-
 def widen(batch: pa.RecordBatch) -> dict[str, Any]:
     return {"id": batch["id"], "wide": np.zeros((batch.num_rows, 10_000), np.uint8)}
 
 
 def test_blocks_leave_the_object_store_when_they_were_consumed(uri: str) -> None:
     """At once, and not when Python looks for cycles."""
+    from benchmarks.memory import store_bytes  # here: workers import this module, too, and that one loads torch
+
     blocks = PrefetchConfig(block_bytes=360_000, max_buffer_bytes=1_500_000)
     gc.collect()
     with make_stream(uri, transform=widen, prefetch=blocks).open() as shard:

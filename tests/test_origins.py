@@ -13,6 +13,7 @@ import torch
 from conftest import Tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import PACKED, table_of
 
 from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, ReplaceRow, StreamShard
 from ray_lance_stream.agreement import ThreadAgreement
@@ -213,16 +214,9 @@ def test_what_cannot_be_told_is_refused(tables: Tables, tmp_path: Any) -> None:
                 iterate(with_rows=True)
     with LanceStream(str(tmp_path), "t", num_splits=4, global_batch_size=8, columns=["id"]).open() as shard:
         assert ROW in next(iter(shard.iter_batches(with_rows=True)))
-    documents = pa.table({"tokens": pa.array([[5] * 9] * 20, pa.list_(pa.int32()))})
-    lancedb.connect(str(tmp_path)).create_table("d", documents)
-    packed: dict[str, Any] = {
-        "columns": ["tokens"],
-        "pack_sequences": 8,
-        "eos_id": 1,
-        "pad_id": 2,
-        "blocks_per_epoch": 8,
-    }
-    with LanceStream(str(tmp_path), "d", num_splits=4, global_batch_size=4, **packed).open() as shard:
+    documents = tmp_path / "documents"
+    table_of(documents, [[5] * 9] * 20)
+    with LanceStream(str(documents), "t", global_batch_size=4, **PACKED).open() as shard:
         with pytest.raises(ConfigError, match="packed documents"):
             shard.iter_batches(with_rows=True)
         next(iter(shard))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.scale import peak_bytes
 from checkpoints import drifted, saved, state_at
 from conftest import Tables
 
@@ -29,18 +28,6 @@ SPLITS = 8192
 REPLICAS = 1024
 LIMIT_BYTES = 100_000  # of a checkpoint's file
 MIB = 1024 * 1024
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most memory that Python and numpy hold at one time for a call, its result included."""
-    tracemalloc.start()
-    try:
-        kept = function()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    del kept
-    return peak
 
 
 def skipping(ahead: dict[int, int], cycle: int = 10**9) -> StreamState:

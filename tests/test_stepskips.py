@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from checkpoints import run, saved, state_of
 from conftest import Tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import PACKED, table_of
 
 from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, StateError, StateMismatchError, StreamingDataset
 from ray_lance_stream.datasource import StreamDatasource
@@ -270,7 +270,6 @@ def test_a_filters_epoch_is_known_when_the_stream_is_opened(tables: Tables) -> N
 
 
 def test_what_cannot_be_exact_is_refused_at_construction(tables: Tables, tmp_path: Path) -> None:
-    import lancedb
 
     options: dict[str, Any] = {"transform": lambda batch: batch, "on_transform_error": "skip"}
     with pytest.raises(ConfigError, match="does not go with on_transform_error"):
@@ -282,17 +281,10 @@ def test_what_cannot_be_exact_is_refused_at_construction(tables: Tables, tmp_pat
         tables.stream(50, resume_from=state, **options).open(),
     ):
         pass
-    documents = pa.table({"tokens": pa.array([[5] * 9] * 20, pa.list_(pa.int32()))})
-    lancedb.connect(str(tmp_path)).create_table("d", documents)
-    packed: dict[str, Any] = {
-        "columns": ["tokens"],
-        "pack_sequences": 8,
-        "eos_id": 1,
-        "pad_id": 2,
-        "blocks_per_epoch": 8,
-    }
+    documents = tmp_path / "documents"
+    table_of(documents, [[5] * 9] * 20)
     with pytest.raises(ConfigError, match="does not go with pack_sequences"):
-        LanceStream(str(tmp_path), "d", num_splits=4, global_batch_size=4, skip_steps=[(0, 1, 1)], **packed)
+        LanceStream(str(documents), "t", global_batch_size=4, skip_steps=[(0, 1, 1)], **PACKED)
 
 
 # --- the list itself ---------------------------------------------------------------------------------------
