@@ -112,6 +112,7 @@ ORDER = (
     "cluster.roster",
     "cluster.coordinator",
     "cluster.told",
+    "cluster.announcing",
     "cluster.notes",
     "cluster.manager",
     "cluster.pool",

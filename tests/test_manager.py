@@ -78,6 +78,22 @@ def whole(stream: LanceStream, step: int) -> StreamState:
     return merged
 
 
+def test_steps_faster_than_calls_are_told_in_groups_and_none_is_missing(
+    stream: LanceStream, session: Session, links: list[RayLink]
+) -> None:
+    steps = 24  # fewer than the manager remembers
+    for step in range(1, steps + 1):
+        for rank in (1, 2):
+            links[rank].announce(seat(rank), step, standing(stream, rank, step).state)
+    for step in (1, steps // 2, steps):
+        merged = links[0].collect(seat(0), standing(stream, 0, step), timeout_s=30)
+        assert merged == merge_states([standing(stream, rank, step).state for rank in range(RANKS)])
+    links[1].announce(seat(1), steps + 1, standing(stream, 1, steps + 1).state)
+    links[1].close()  # says at once what it was told
+    at = ray.get(session.manager.where.remote()).ranks
+    assert at == {0: (0, steps), 1: (0, steps + 1), 2: (0, steps)}
+
+
 @pytest.mark.parametrize("answered", [[0], [0, 2]])
 def test_a_report_that_only_some_ranks_got_an_answer_of(
     stream: LanceStream, session: Session, links: list[RayLink], answered: list[int]

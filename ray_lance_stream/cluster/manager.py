@@ -13,14 +13,13 @@ from typing import Any
 
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.notes import Notes
-from ray_lance_stream.cluster.told import Standing, Told
+from ray_lance_stream.cluster.told import STANDINGS_OF_INTEREST, Standing, Told
 from ray_lance_stream.errors import LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
 from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
-_HISTORY = 32  # steps a fast worker may be ahead of a slow one when a state is collected
 _GRACE_S = 10.0  # how long a report waits for workers that may be dead, or busy saving
 _ROUNDS_KEPT = 4
 
@@ -71,13 +70,14 @@ class StateManager(Notes):
     async def begin(self, incarnation: int) -> None:
         """Starts a new incarnation: states of older ones are refused from now on."""
         self._admit(incarnation)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell_changed()
 
-    async def push(self, seat: Seat, standing: Standing) -> None:
-        """Notes where a worker will stand after the step it is about to be handed."""
-        if self._admit(seat.incarnation):
-            await self._note(seat, standing)
+    async def push(self, told: list[tuple[Seat, Standing]]) -> None:
+        """Notes where a worker will stand after steps it is about to be handed, in their order."""
+        for seat, standing in told:
+            if self._admit(seat.incarnation):
+                self._note(seat, standing)
+        await self._tell_changed()
 
     async def where(self) -> RunProgress:
         """Returns where the run stands."""
@@ -106,7 +106,8 @@ class StateManager(Notes):
         """
         self._require(seat)
         if standing is not None:
-            await self._note(seat, standing)
+            self._note(seat, standing)
+            await self._tell_changed()
         current = self._rounds.setdefault(number, _Round(seat.world_size))
         if current.done.is_set() and current.error is None and standing is not None:
             self._compare_late(current, seat, standing)
@@ -130,7 +131,7 @@ class StateManager(Notes):
         newer = self._history.get(seat.world_rank, ())
         older = {standing.at: standing for standing in told.standings}
         merged = sorted((older | {s.at: s for s in newer}).values(), key=lambda standing: standing.at)
-        self._history[seat.world_rank] = deque(merged, maxlen=_HISTORY)
+        self._history[seat.world_rank] = deque(merged, maxlen=STANDINGS_OF_INTEREST)
         for number, standing in told.reports.items():
             self._arrive(self._rounds.setdefault(number, _Round(seat.world_size)), seat, standing)
         await self._note_said(seat, told.servable)
@@ -138,10 +139,9 @@ class StateManager(Notes):
     async def _note_said(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
         for place, servable in said.items():
             self._servable.setdefault(place, {})[seat.replica.dp_rank] = servable
-        for old in sorted(self._servable)[:-_HISTORY]:
+        for old in sorted(self._servable)[:-STANDINGS_OF_INTEREST]:
             del self._servable[old]
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell_changed()
 
     async def agree(self, seat: Seat, said: dict[tuple[int, int], int], at: tuple[int, int]) -> int:
         """Waits until every replica has said up to which cycle it can serve, and returns the least.
@@ -171,7 +171,8 @@ class StateManager(Notes):
             StaleIncarnationError: The worker belongs to a group that has been replaced.
         """
         self._require(seat)
-        await self._note(seat, standing)
+        self._note(seat, standing)
+        await self._tell_changed()
         deadline = time.monotonic() + timeout_s
         async with self._changed:
             while len(found := self._at(standing.at)) < seat.world_size:
@@ -212,13 +213,15 @@ class StateManager(Notes):
             self._rounds.clear()
         return incarnation == self._incarnation
 
-    async def _note(self, seat: Seat, standing: Standing) -> None:
+    def _note(self, seat: Seat, standing: Standing) -> None:
         self._seats[seat.world_rank] = seat
-        history = self._history.setdefault(seat.world_rank, deque(maxlen=_HISTORY))
+        history = self._history.setdefault(seat.world_rank, deque(maxlen=STANDINGS_OF_INTEREST))
         if history and history[-1].at == standing.at:
             history[-1] = standing
         else:
             history.append(standing)
+
+    async def _tell_changed(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 

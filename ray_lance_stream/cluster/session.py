@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_lance_stream.agreement import Agreement
+from ray_lance_stream.cluster.announcing import Announcer
 from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.coordinator import Coordinator
 from ray_lance_stream.cluster.manager import StateManager
@@ -195,6 +196,7 @@ class RayLink:
         self._stop = threading.Event()
         self._holder = uuid.uuid4().hex
         self._memory = Memory()
+        self._announcer = Announcer(session.manager, self._stop)
         self._partial = False
         self._agreement = agreement
         self._source: RaySource | None = None
@@ -239,8 +241,7 @@ class RayLink:
         """See ``Link``; sent and not waited for."""
         standing = Standing(state.epoch, step, state, self._partial)
         self._memory.stand(seat, standing)
-        push = self.session.manager.push.options(max_task_retries=0)  # one that is lost is followed by others
-        push.remote(seat, standing)
+        self._announcer.tell(seat, standing)
 
     def agree(self, seat: Seat, epoch: int, cycle: int, servable: int, stop: threading.Event) -> int:
         """See ``Link``; asks the state manager, which waits until all replicas have said it."""
@@ -261,18 +262,22 @@ class RayLink:
     def commit(self, seat: Seat, number: int, standing: Standing | None) -> StreamState | None:
         """Reports to the manager, and returns the state that all ranks agree on; see ``StateManager.commit``."""
         self._memory.report(seat, number, standing)
+        self._announcer.flush()
         merged: StreamState | None = answer_of(self.session.manager.commit.remote(seat, number, standing))
         return merged
 
     def collect(self, seat: Seat, standing: Standing, timeout_s: float) -> StreamState:
         """Returns the state of all ranks after this one's step; see ``StateManager.collect``."""
         self._memory.stand(seat, standing)
+        self._announcer.flush()
         merged: StreamState = answer_of(self.session.manager.collect.remote(seat, standing, timeout_s))
         return merged
 
     def close(self) -> None:
         """See ``Link``."""
+        self._announcer.flush()
         self._stop.set()
+        self._announcer.wake()
         if self._agreement is not None:
             self._agreement.close()
         if self._owned:

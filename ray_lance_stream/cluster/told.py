@@ -16,6 +16,7 @@ logger = logging.getLogger("ray_lance_stream")
 _SAID_KEPT: Final = 4
 _REPORTS_KEPT: Final = 2  # one answered here and not yet elsewhere, and the next
 _STANDINGS_KEPT: Final = 4
+STANDINGS_OF_INTEREST: Final = 32  # steps a fast worker may be ahead of a slow one when a state is collected
 _RENEWAL_S: Final = 4.0  # at most: others may wait, in a report, for what this worker told a manager that died
 
 
