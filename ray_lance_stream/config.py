@@ -55,7 +55,7 @@ class PrefetchConfig:
     label_selector: Mapping[str, str] = field(default_factory=dict)
     runtime_env: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold credentials
     max_buffer_bytes: int = 256 * MIB
-    block_bytes: int = 16 * MIB
+    block_bytes: int = 32 * MIB
     placement_timeout_s: float = 60.0
     idle_timeout_s: float = 60.0
     retry_window_s: float = 60.0

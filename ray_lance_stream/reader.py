@@ -14,10 +14,12 @@ from ray_lance_stream.flight import Dispatcher, Flight, withdraw_latest
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
 
-_FIRST_BLOCK_BYTES: Final = 128 * 1024  # or one step, if that is no more than a small block
+FIRST_BLOCK_BYTES: Final = 128 * 1024  # or one step, if that is no more than a small block
 _SMALL_BLOCK_BYTES: Final = 512 * 1024  # a tight budget makes blocks no smaller than this
-_FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
-_GROWTH: Final = 2  # each block may be this many times the size of the one before
+FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
+# Each block may be this many times the size of the one before. Where a block's rows lie close together in the files,
+# Lance reads all that is between them: a small block costs about as much as a large one, so few of them are built.
+GROWTH: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class BlockReader:
         step_bytes = self._bytes_per_cycle * cycles_per_step
         smallest = max(_SMALL_BLOCK_BYTES, step_bytes / 4)
         self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
-        first = max(_FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
+        first = max(FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
         self._next_bytes = min(float(first), self._largest_bytes)
         self._until = start_cycle  # first cycle that nobody waits for
         self._any_arrived = False
@@ -144,7 +146,7 @@ class BlockReader:
             ranges = Ranges(first_split=self._owned.start, num_splits=len(self._owned), start=start, stop=stop)
             self._blocks.append(self._dispatcher.send(ranges, (stop - start) * self._bytes_per_cycle))
             self._next_cycle = stop
-            self._next_bytes = min(self._next_bytes * _GROWTH, self._largest_bytes)
+            self._next_bytes = min(self._next_bytes * GROWTH, self._largest_bytes)
 
     def _skip_left_out(self) -> int:
         self._next_cycle = next((gap.stop for gap in self._left_out if self._next_cycle in gap), self._next_cycle)
@@ -176,7 +178,7 @@ class BlockReader:
         weight = block.num_bytes / (block.ranges.stop - block.ranges.start)
         grown = weight > self._bytes_per_cycle
         # Falls slowly: where heavy rows have come, more of them may.
-        self._bytes_per_cycle = max(1.0, weight, self._bytes_per_cycle * _FALL)
+        self._bytes_per_cycle = max(1.0, weight, self._bytes_per_cycle * FALL)
         if not grown:
             return
         for other in self._blocks:

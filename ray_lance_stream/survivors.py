@@ -16,14 +16,11 @@ import pyarrow as pa
 from ray_lance_stream.errors import BlockError
 from ray_lance_stream.flight import Dispatcher, Flight, withdraw_latest
 from ray_lance_stream.permutation import IntArray
-from ray_lance_stream.reader import ReadAhead
+from ray_lance_stream.reader import FALL, FIRST_BLOCK_BYTES, GROWTH, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import Sifted, SkipLog, gather
 from ray_lance_stream.source import BlockSource
 
-_FIRST_BLOCK_BYTES: Final = 128 * 1024
-_FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
-_GROWTH: Final = 2  # each block may be this many times the size of the one before
 _LEAST_SURVIVAL: Final = 1 / 16  # a split is not asked for more than so many times the rows it should yield
 
 
@@ -113,7 +110,7 @@ class SurvivorReader:
         self._flights: deque[Flight] = deque()  # asked for and not yet taken in, in this order
         self._unreleased: dict[int, tuple[Flight, int]] = {}  # blocks here, with the survivors kept of each
         self._bytes_per_row = handle.bytes_per_row
-        self._next_bytes = float(min(_FIRST_BLOCK_BYTES, read_ahead.block_bytes))
+        self._next_bytes = float(min(FIRST_BLOCK_BYTES, read_ahead.block_bytes))
         self.interrupted = self._dispatcher.interrupted
         self.skips = SkipLog()
         self.read_bytes = 0
@@ -264,22 +261,26 @@ class SurvivorReader:
             last = min(complete, default=None)
             asked_first = set(map(id, needed))
             wanted = [self._positions_to_ask(lane, least + step, last, id(lane) in asked_first) for lane in self._lanes]
+            held, room = self.buffered_bytes, self._read_ahead.max_bytes - self.buffered_bytes
+            if held and sum(wanted) * self._bytes_per_row > room:
+                if not needed:
+                    return
+                wanted = self._only_needed(wanted, asked_first, room)
             num_bytes = sum(wanted) * self._bytes_per_row
-            over = self.buffered_bytes + num_bytes > self._read_ahead.max_bytes
-            if not num_bytes or (over and not needed and self.buffered_bytes):
+            if not num_bytes:
                 return
             self._flights.append(self._dispatcher.send(self._ranges(wanted), num_bytes))
             for lane, count in zip(self._lanes, wanted, strict=True):
                 lane.asked += count
                 lane.pending += count
-            self._next_bytes = min(self._next_bytes * _GROWTH, self._largest_bytes())
+            self._next_bytes = min(self._next_bytes * GROWTH, self._largest_bytes())
 
     def _give_up_excess(self, bytes_per_row: float) -> None:
         """Called on any thread, when a block is heavier than expected."""
         withdraw_latest(list(self._flights), bytes_per_row, lambda: self.buffered_bytes - self._read_ahead.max_bytes)
 
     def _largest_bytes(self) -> float:
-        return float(min(self._read_ahead.block_bytes, max(_FIRST_BLOCK_BYTES, self._read_ahead.max_bytes / 4)))
+        return float(min(self._read_ahead.block_bytes, max(FIRST_BLOCK_BYTES, self._read_ahead.max_bytes / 4)))
 
     def _positions_to_ask(self, lane: _Lane, target: float, last: int | None, is_needed: bool) -> int:
         missing = target - lane.lead
@@ -287,6 +288,14 @@ class SurvivorReader:
             missing = min(missing, last - lane.base - lane.lead)
         missing = max(missing, 1.0 if is_needed else 0.0)
         return min(int(np.ceil(missing / max(lane.survival, _LEAST_SURVIVAL))), lane.end - lane.asked)
+
+    def _only_needed(self, wanted: list[int], needed: set[int], room: float) -> list[int]:
+        """What is waited for comes in any case; where the others' rows fill the budget, a small block of it."""
+        most = max(room, FIRST_BLOCK_BYTES) / (self._bytes_per_row * len(needed))
+        return [
+            min(count, max(1, int(most))) if id(lane) in needed else 0
+            for lane, count in zip(self._lanes, wanted, strict=True)
+        ]
 
     def _ranges(self, wanted: list[int]) -> Ranges:
         starts = [lane.asked for lane in self._lanes]
@@ -313,7 +322,7 @@ class SurvivorReader:
         if len(block):
             self._unreleased[id(flight)] = (flight, len(block))
             # Falls slowly: where heavy rows have come, more of them may.
-            self._bytes_per_row = max(1.0, block.nbytes / len(block), self._bytes_per_row * _FALL)
+            self._bytes_per_row = max(1.0, block.nbytes / len(block), self._bytes_per_row * FALL)
         self.skips.add(block.skipped)
         self.read_bytes += block.read_bytes
         self.take_s += block.take_s

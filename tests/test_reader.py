@@ -19,7 +19,7 @@ import pytest
 from ray_lance_stream import flight as flight_module
 from ray_lance_stream.errors import BlockError, StreamClosedError, TransformError
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
-from ray_lance_stream.reader import BlockReader, ReadAhead
+from ray_lance_stream.reader import GROWTH, BlockReader, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.waits import Patience
 
@@ -261,7 +261,7 @@ def test_blocks_begin_small_grow_and_end_where_steps_end() -> None:
         reader.release(cycle + q)
     sizes = [(ranges.stop - ranges.start) * 4 * row_bytes for ranges in source.asked]
     assert sizes[0] <= 512 * KIB
-    assert all(b <= 2 * a + q * 4 * row_bytes for a, b in itertools.pairwise(sizes)), sizes
+    assert all(b <= GROWTH * a + q * 4 * row_bytes for a, b in itertools.pairwise(sizes)), sizes
     assert max(sizes) <= block_bytes < max(sizes) + q * 4 * row_bytes
     assert all(ranges.stop % q == 0 for ranges in source.asked)
 
