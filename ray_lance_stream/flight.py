@@ -183,7 +183,7 @@ class Dispatcher:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return error  # a transform of this process means the process
         cause = getattr(error, "cause", None)  # of an error that an actor raised
-        for known in (error, cause):
+        for known in (cause, error):  # the cause first: Ray's error of a task is of its cause's type as well
             if isinstance(known, LanceStreamError):
                 return known
         told = cause if isinstance(cause, BaseException) else error

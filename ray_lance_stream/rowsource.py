@@ -50,9 +50,11 @@ class RowSource:
         """Has blocks built by so many Ray actors from now on; 0 for threads of this process.
 
         Raises:
-            ConfigError: Ray is not running, and each of several ranks would start one of its own.
+            ConfigError: Ray is not running, and each of several ranks would start one of its own; or the transform
+                cannot be sent to the prefetchers.
         """
         if count > 0:
+            _check_picklable(self._recipe)
             _join_ray(world_size)
         if count != self.num_prefetchers:
             self.close()
@@ -104,6 +106,14 @@ class RowSource:
         except BaseException:
             session.kill()
             raise
+
+
+def _check_picklable(recipe: BlockRecipe) -> None:
+    from ray import cloudpickle
+
+    if recipe.transform is not None:
+        dumps: Any = cloudpickle.dumps  # untyped
+        recipe.transform.validate_picklable(dumps)
 
 
 def _join_ray(world_size: int) -> None:

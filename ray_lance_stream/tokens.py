@@ -93,7 +93,11 @@ def token_lists(batch: pa.RecordBatch) -> pa.RecordBatch:
         raise ValueError(_NULLS)
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum(pc.list_value_length(lists).to_numpy(zero_copy_only=False), out=offsets[1:])
-    column = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), tokens.cast(pa.int64()))
+    try:
+        tokens = tokens.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"pack_sequences supports tokens that are 64-bit integers: {error}") from None
+    column = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), tokens)
     return pa.RecordBatch.from_arrays([column], names=batch.schema.names)
 
 

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,6 +314,15 @@ class RowTransform(Transform):
             self._lock = threading.Semaphore(self._parallelism)
 
     def _converted(self, output: Any, rows: int) -> list[Any]:
+        if not isinstance(output, Iterable):
+            raise columns.OutputError(
+                explain(
+                    "it is no rows",
+                    found=f"{output!r:.80}, a {type(output).__name__}",
+                    expected="an iterable with one object for each row of the batch",
+                    remedy="return a list, or the batch itself",
+                )
+            )
         objects = list(output)
         if len(objects) != rows:
             raise RowCountError(

@@ -255,6 +255,13 @@ def test_null_documents_end_the_iteration_if_nothing_else_is_said(holes: Any) ->
         taken(ranks(holes)[0])
 
 
+def test_tokens_that_do_not_fit_are_told_of(tmp_path: Path) -> None:
+    large = pa.table({"tokens": pa.array([[1, 2**63 + i] for i in range(12)], pa.list_(pa.uint64()))})
+    table = lancedb.connect(tmp_path).create_table("large", large)
+    with pytest.raises(ValueError, match=r"pack_sequences supports tokens that are 64-bit integers.*9223372036854775"):
+        taken(ranks(table)[0])
+
+
 def test_a_document_in_place_of_those_that_fail(holes: Any) -> None:
     dataset = ranks(holes, on_transform_error=ReplaceRow({"tokens": [77]}), blocks_per_epoch=80)[0]
     tokens = [token for block in taken(dataset) for token in block[0]]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from conftest import Tables
 
-from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, StateError, StreamingDataset
+from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, StateError, StreamingDataset, TransformError
 from ray_lance_stream.gathering import load_rank_states, save_rank_state
 from ray_lance_stream.state import merge_state_dicts
 from streaming.sides import LANCEDB, OpenTable, Side, ids
@@ -209,3 +209,12 @@ def test_columns_that_lance_cannot_read(ours: Side, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"columns that Lance can write and cannot read.*back`tick") as caught:
         ours.dataset(table)
     assert travels(caught.value)
+
+
+@pytest.mark.parametrize("output", [None, 5, 0.5])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_outputs_that_are_no_rows(ours: Side, table_of: OpenTable, output: Any, policy: str) -> None:
+    """LanceDB's class says what Python does of them, and skips every row without a word if rows may be skipped."""
+    dataset = ours.dataset(table_of(24), transform=lambda _: output, on_transform_error=policy)
+    with pytest.raises(TransformError, match=f"transform .*lambda.* it is no rows. Found: {output}, a "):
+        ids(dataset)

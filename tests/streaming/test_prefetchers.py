@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import ray
 from runs import wait_until
 
-from ray_lance_stream import PrefetchConfig
+from ray_lance_stream import ConfigError, PrefetchConfig, TransformError
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, canonical, counts, flat, ids, merged, saved
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -100,6 +101,32 @@ def test_a_failing_transform_is_the_users_own_error(ours: Side, table_of: OpenTa
     assert sum(counts(dataset.state_dict())) == len(found)
     assert found == ids(LANCEDB.one(table_of(211)))[: len(found)]
     dataset.close()
+
+
+def ends_the_process(_: Any) -> Any:
+    """A transform."""
+    raise SystemExit("of a row")
+
+
+def test_a_transform_that_ends_its_process_is_told_as_an_error_of_ours(ours: Side, table_of: OpenTable) -> None:
+    dataset = ours.one(table_of(24), transform=ends_the_process)
+    with pytest.raises(TransformError, match=r"SystemExit was raised.*of a row") as caught:
+        list(ours.loader(dataset, batch_size=8, num_workers=1))
+    assert not isinstance(caught.value, ray.exceptions.RayTaskError)
+    dataset.close()
+
+
+def test_a_transform_that_cannot_travel_is_refused_at_construction(ours: Side, table_of: OpenTable) -> None:
+    lock = threading.Lock()
+
+    def transform(batch: Any) -> Any:
+        with lock:
+            return batch.to_pylist()
+
+    dataset = ours.one(table_of(24), transform=transform)
+    with pytest.raises(ConfigError, match="transform cannot be sent to the prefetchers"):
+        ours.loader(dataset, batch_size=8, num_workers=1)
+    assert len(ids(dataset)) == 24  # in this process it works
 
 
 def actors() -> int:
