@@ -9,8 +9,9 @@ rows. Batches of 480 rows as torch tensors (blobs as bytes).
 Every figure is a process of its own; contenders take turns, after one round that does not count and that chooses the
 settings of ``lancedb.streaming`` (workers, read size) that go on: the fastest two. The rate is the
 epoch's rows over the seconds from construction to the last batch; with prefetchers the clock starts when the pool is
-ready, and ``with start`` counts their start as well. ``bare`` takes blocks of 16 MiB at random from the table and
-gathers them back into order, on one thread: the ceiling of one reader. Memory is the sum of the peaks of the
+ready, and ``with start`` counts their start as well. Where Ray was started, its processes have come to rest before.
+``bare`` takes blocks of 32 MiB at random from the table and gathers them back into order, on one thread: the ceiling
+of one reader. Memory is the sum of the peaks of the
 processes (resident, less what they share), sampled.
 
 Prints medians with the least and the most, and writes ``epoch_rate.json`` and ``epoch_rate.png`` to the directory.
@@ -19,6 +20,7 @@ Prints medians with the least and the most, and writes ``epoch_rate.json`` and `
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -43,7 +45,7 @@ ROWS = {"a": 500_000, "b": 100_000, "c": 10_000, "d": 4_000}
 ORDERS = {"row": None, "clump 64": 64}
 LANCEDB = [f"lancedb.streaming {workers}w {size}" for workers in (0, 2) for size in (64, 256, 1024)]
 CONTENDERS = ["bare", "ours", "ours, in process", *LANCEDB, "ray data", "ray data, shuffled"]
-BLOCK_BYTES = 16 * 2**20
+BLOCK_BYTES = 32 * 2**20
 Batches = Iterator[Any]
 
 
@@ -179,12 +181,19 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
     began: list[float] = []
 
     def ready() -> None:
+        nonlocal resting_s
+        if ray_runs:
+            before = time.perf_counter()
+            wait_for_rest()
+            resting_s = time.perf_counter() - before
         began.append(time.perf_counter())
 
-    if contender == "ours" or contender.startswith("ray data"):
+    resting_s, ray_runs = 0.0, contender == "ours" or contender.startswith("ray data")
+    if ray_runs:
         import ray
 
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        wait_for_rest()
     start = time.perf_counter()
     if contender == "bare":
         batches = bare(directory, name, clump, transform)
@@ -206,10 +215,30 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
     return {
         "rows": rows,
         "seconds": done - since,
-        "with_start": done - start,
+        "with_start": done - start - resting_s,
         "first_batch": first - since,
         "peak_bytes": peak.stop(),
     }
+
+
+def wait_for_rest() -> None:
+    """Waits until the processes that this one has started have used less than a fifth of a CPU for a second."""
+    used = _cpu_s()
+    for _ in range(60):
+        time.sleep(1.0)
+        before, used = used, _cpu_s()
+        if used - before < 0.2:
+            return
+    raise TimeoutError(f"Ray does not come to rest: it used {used - before:.2f} CPUs in the last second")
+
+
+def _cpu_s() -> float:
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 class _Peak:
