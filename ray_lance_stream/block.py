@@ -28,7 +28,7 @@ from ray_lance_stream.readable import ReadableTable, check_identity
 from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.rowlists import listed_rows
-from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow
+from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow, Whole
 from ray_lance_stream.storage import CannotOpenError, RefusedError
 from ray_lance_stream.transform import RowTransform, Transform, TransformContext
 from ray_lance_stream.trial import replacements, sifted, try_rows, with_left_out
@@ -143,7 +143,7 @@ class BlockBuilder:
         ranges: Ranges,
         resolve_rows: Callable[[Any], IntArray | None],
         deadly: Sequence[SkippedRow] = (),
-    ) -> tuple[pa.Table | Sifted, BuildStats]:
+    ) -> tuple[Whole | Sifted, BuildStats]:
         """Returns the block of the given ranges, and what it cost; a ``Sifted`` one if there is a policy.
 
         Args:
@@ -171,7 +171,7 @@ class BlockBuilder:
         if handle.with_rows:
             splits, positions = ranges.places()
             block = numbered(block, plan.rows(splits, positions), positions)
-        return block, stats
+        return Whole(block, stats.transform_s), stats
 
     def left_out(self, error: Exception, row_number: int, split: int, position: int) -> SkippedRow | None:
         """Returns how a row with an error that is not the transform's is left out; None if it is not to be."""

@@ -107,9 +107,8 @@ def _read(name: str, recipe: Parcel, handle: PlanHandle, cycles: range, cycles_p
             stop=min(start + cycles_per_block, cycles.stop),
         )
         block, _ = builder.build(handle, ranges, resolve_rows)
-        rows = block if isinstance(block, pa.Table) else block.rows
-        assert isinstance(rows, pa.Table)  # only datasets of torch have rows that are objects
-        yield rows
+        assert isinstance(block.rows, pa.Table)  # only datasets of torch have rows that are objects
+        yield block.rows
 
 
 def _runs(config: StreamConfig, steps: StepPlan, epoch: int, start: int) -> list[range]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from ray_lance_stream.source import BlockSource
 FIRST_BLOCK_BYTES: Final = 128 * 1024  # or one step, if that is no more than a small block
 _SMALL_BLOCK_BYTES: Final = 512 * 1024  # a tight budget makes blocks no smaller than this
 FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
+MOST_OPEN: Final = 256  # blocks asked for and not here: two for each of a hundred prefetchers
+LONGEST_TRANSFORM_S: Final = 2.0  # a block is no larger than the transform can do in about this time
 # Each block may be this many times the size of the one before. Where a block's rows lie close together in the files,
 # Lance reads all that is between them: a small block costs about as much as a large one, so few of them are built.
 GROWTH: Final = 4
@@ -36,6 +39,26 @@ class ReadAhead:
 
     max_bytes: int
     block_bytes: int
+
+
+class Pace:
+    """How many rows a block may have so that the transform is done with it soon.
+
+    Of rows that take long and little room, a block as large as others would take minutes: as long would whoever waits
+    for its first row, and as much would be done again after a prefetcher died.
+    """
+
+    def __init__(self) -> None:
+        self._row_s = 0.0
+
+    @property
+    def most_rows(self) -> float:
+        """Rows of a block."""
+        return LONGEST_TRANSFORM_S / self._row_s if self._row_s else math.inf
+
+    def note(self, rows: int, transform_s: float) -> None:
+        """Notes how long the transform took for the rows of a block."""
+        self._row_s = max(transform_s / max(1, rows), self._row_s * FALL)
 
 
 class BlockReader:
@@ -71,6 +94,7 @@ class BlockReader:
         self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
         first = max(FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
         self._next_bytes = min(float(first), self._largest_bytes)
+        self._pace = Pace()
         self._until = start_cycle  # first cycle that nobody waits for
         self._any_arrived = False
         self.interrupted = self._dispatcher.interrupted
@@ -141,6 +165,8 @@ class BlockReader:
             ahead = self._next_cycle >= until and bool(self._blocks)
             if ahead and (not self._any_arrived or held + estimate > self._read_ahead.max_bytes):
                 return  # what is wanted first does not share the prefetchers with what comes later
+            if ahead and len(self._blocks) >= MOST_OPEN and sum(b.block is None for b in self._blocks) >= MOST_OPEN:
+                return
             ends = (gap.start for gap in self._left_out if gap.start > self._next_cycle)
             start, stop = self._next_cycle, min(self._next_cycle + size, self._end_cycle, *ends)
             ranges = Ranges(first_split=self._owned.start, num_splits=len(self._owned), start=start, stop=stop)
@@ -158,7 +184,8 @@ class BlockReader:
 
     def _block_cycles(self) -> int:
         """Cycles of the next block: growing, and whole steps where a step is smaller than a block."""
-        cycles = max(1, int(self._next_bytes / self._bytes_per_cycle))
+        most = min(self._next_bytes / self._bytes_per_cycle, self._pace.most_rows / len(self._owned))
+        cycles = max(1, int(most))
         q = self._cycles_per_step
         if cycles >= q:
             # End where a step ends, so that no batch straddles two blocks.
@@ -170,11 +197,12 @@ class BlockReader:
         for block in self._dispatcher.wait(wanted, self._blocks):
             self._any_arrived = True
             self._weigh(block)
-        table: pa.Table = wanted.block
+        table: pa.Table = wanted.block.rows
         return table
 
     def _weigh(self, block: Flight) -> None:
         """Lets estimates follow what rows really weigh; what then turns out to be too much is given up again."""
+        self._pace.note(block.ranges.num_rows, block.block.transform_s)
         weight = block.num_bytes / (block.ranges.stop - block.ranges.start)
         grown = weight > self._bytes_per_cycle
         # Falls slowly: where heavy rows have come, more of them may.

@@ -160,6 +160,24 @@ class Sifted:
         return len(self.splits)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A block that has every row it was asked for.
+
+    Attributes:
+        rows: The rows, in canonical order.
+        transform_s: Seconds of transforming.
+    """
+
+    rows: pa.Table
+    transform_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return int(self.rows.nbytes)
+
+
 @dataclass
 class SkipLog:
     """The rows a consumer has seen skipped: how many, and the last ones by name.
@@ -204,10 +222,11 @@ def gather(blocks: list[Sifted], which: IntArray, index: IntArray) -> pa.Table |
     return table.take(flat)
 
 
-def joined(blocks: list[Any]) -> pa.Table | Sifted:
-    """Returns consecutive parts of a block (tables, or ``Sifted`` ones) as one."""
-    if isinstance(blocks[0], pa.Table):
-        return pa.concat_tables(blocks).combine_chunks()
+def joined(blocks: list[Any]) -> Whole | Sifted:
+    """Returns consecutive parts of a block (``Whole``, or ``Sifted`` ones) as one."""
+    if isinstance(blocks[0], Whole):
+        table = pa.concat_tables([block.rows for block in blocks]).combine_chunks()
+        return Whole(table, sum(block.transform_s for block in blocks))
     parts: list[Sifted] = blocks
     rows: list[Any] = [part.rows for part in parts]
     return Sifted(

@@ -77,18 +77,27 @@ class Promise(Future[Any]):
             callback(self)
 
 
-class Block:
-    """What stands for a block: its size."""
+class Rows:
+    """What stands for rows: how many."""
 
-    __slots__ = ("nbytes", "num_rows")
+    __slots__ = ("num_rows",)
 
-    def __init__(self, rows: int, num_bytes: int) -> None:
-        self.num_rows, self.nbytes = rows, num_bytes
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
 
-    def slice(self, offset: int, length: int) -> Block:
-        """Returns so many rows of it, which take no memory of their own."""
+    def slice(self, offset: int, length: int) -> Rows:
+        """Returns so many of them."""
         del offset
-        return Block(length, 0)
+        return Rows(length)
+
+
+class Block:
+    """What stands for a block: its size, and what it cost; see ``sifting.Whole``."""
+
+    __slots__ = ("nbytes", "rows", "transform_s")
+
+    def __init__(self, rows: int, num_bytes: int, transform_s: float) -> None:
+        self.rows, self.nbytes, self.transform_s = Rows(rows), num_bytes, transform_s
 
 
 class Store:
@@ -121,6 +130,10 @@ class Prefetcher:
         self._active = 0
         self._transforms_until = 0.0
         self.busy_s = 0.0
+
+    def transform_s(self, rows: int) -> float:
+        """Returns how long transforming a block takes, once its turn has come."""
+        return self._speeds.transform_s(rows)
 
     def build(self, rows: int, done: Callable[[], None]) -> None:
         """Queues a block; calls ``done`` when it is there."""
@@ -177,9 +190,10 @@ class Source:
             if not self._open[chosen]:
                 del self._open[chosen]
             self._store.put(num_bytes)
-            future.set_result(Block(rows, num_bytes))
+            future.set_result(Block(rows, num_bytes, prefetcher.transform_s(rows)))
 
-        self._pool[chosen].build(rows, done)
+        prefetcher = self._pool[chosen]
+        prefetcher.build(rows, done)
         return future
 
     def _best(self) -> int:

@@ -16,7 +16,7 @@ class BlockSource(Protocol):
         """Opens a plan, or finds it open; safe to repeat. Raises what the plan's making raised."""
 
     def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
-        """Asks for a block: a ``pyarrow.Table``, or a ``sifting.Sifted``. Does not wait; the future may raise."""
+        """Asks for a block: a ``sifting.Whole``, or a ``sifting.Sifted``. Does not wait; the future may raise."""
 
     def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
         """Returns after how long a failed request should be sent again, or None to give up.

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ray_lance_stream.errors import BlockError
 from ray_lance_stream.flight import Dispatcher, Flight, withdraw_latest
 from ray_lance_stream.permutation import IntArray
-from ray_lance_stream.reader import FALL, FIRST_BLOCK_BYTES, GROWTH, ReadAhead
+from ray_lance_stream.reader import FALL, FIRST_BLOCK_BYTES, GROWTH, MOST_OPEN, Pace, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import Sifted, SkipLog, gather
 from ray_lance_stream.source import BlockSource
@@ -112,6 +112,7 @@ class SurvivorReader:
         self._bytes_per_row = handle.bytes_per_row
         self._next_bytes = float(min(FIRST_BLOCK_BYTES, read_ahead.block_bytes))
         self.interrupted = self._dispatcher.interrupted
+        self._pace = Pace()
         self.skips = SkipLog()
         self.read_bytes = 0
         self.take_s = self.transform_s = 0.0
@@ -255,13 +256,16 @@ class SurvivorReader:
                 return  # what is wanted first does not share the prefetchers with what comes later
             # Never further than the lane that is furthest behind allows: others wait for it.
             least = min(lane.lead for lane in self._lanes if not lane.is_complete)  # which holds for those needed
-            step = max(1, int(self._next_bytes / (self._bytes_per_row * len(self._lanes))))
+            rows = min(self._next_bytes / self._bytes_per_row, self._pace.most_rows)
+            step = max(1, int(rows / len(self._lanes)))
             # The split that ends first ends the epoch, in step; looked up once, or a wide stream pays splits squared.
             complete = (lane.known for lane in self._lanes if lane.is_complete) if self._in_step else ()
             last = min(complete, default=None)
             asked_first = set(map(id, needed))
             wanted = [self._positions_to_ask(lane, least + step, last, id(lane) in asked_first) for lane in self._lanes]
             held, room = self.buffered_bytes, self._read_ahead.max_bytes - self.buffered_bytes
+            if len(self._flights) >= MOST_OPEN and not needed:
+                return
             if held and sum(wanted) * self._bytes_per_row > room:
                 if not needed:
                     return
@@ -323,6 +327,7 @@ class SurvivorReader:
             self._unreleased[id(flight)] = (flight, len(block))
             # Falls slowly: where heavy rows have come, more of them may.
             self._bytes_per_row = max(1.0, block.nbytes / len(block), self._bytes_per_row * FALL)
+        self._pace.note(sum(asked), block.transform_s)
         self.skips.add(block.skipped)
         self.read_bytes += block.read_bytes
         self.take_s += block.take_s

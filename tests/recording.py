@@ -5,11 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-import pyarrow as pa
-
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.local import LocalLink
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import Whole
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.topology import Seat
 
@@ -24,7 +23,7 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Whole]:
         self.asked.append(ranges)
         return self._source.request(handle, ranges)
 

@@ -19,8 +19,9 @@ import pytest
 from ray_lance_stream import flight as flight_module
 from ray_lance_stream.errors import BlockError, StreamClosedError, TransformError
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
-from ray_lance_stream.reader import GROWTH, BlockReader, ReadAhead
+from ray_lance_stream.reader import GROWTH, LONGEST_TRANSFORM_S, MOST_OPEN, BlockReader, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import Whole
 from ray_lance_stream.waits import Patience
 
 CYCLES = 40
@@ -33,8 +34,9 @@ class Source:
 
     def __init__(self, row_bytes: Callable[[int], int] = lambda _: ROW_BYTES) -> None:
         self.row_bytes = row_bytes
+        self.row_s = 0.0  # how long the transform takes for a row
         self.asked: list[Ranges] = []
-        self.futures: list[Future[pa.Table]] = []
+        self.futures: list[Future[Whole]] = []
         self.held_back = False  # futures stay open until `answer`
         self.failures: dict[int, list[BaseException]] = {}  # by first cycle, raised one after the other
         self.delays: list[float | None] = []
@@ -46,7 +48,7 @@ class Source:
             spec=spec, num_rows=4 * CYCLES, matching_rows=None, schema=pa.schema([]), bytes_per_row=float(ROW_BYTES)
         )
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Whole]:
         del handle
         self.asked.append(ranges)
         self.futures.append(Future())
@@ -62,14 +64,15 @@ class Source:
         else:
             future.set_result(self.block(ranges))
 
-    def block(self, ranges: Ranges) -> pa.Table:
+    def block(self, ranges: Ranges) -> Whole:
         splits, positions = ranges.places()
         weights = np.array([self.row_bytes(int(position)) - 20 for position in positions])
         ends = np.concatenate([[0], np.cumsum(weights)])
         pad = pa.Array.from_buffers(
             pa.binary(), len(splits), [None, pa.array(ends, pa.int32()).buffers()[1], pa.py_buffer(bytes(ends[-1]))]
         )
-        return pa.table({"split": splits, "position": positions, "pad": pad})
+        table = pa.table({"split": splits, "position": positions, "pad": pad})
+        return Whole(table, len(splits) * self.row_s)
 
     def size(self, ranges: Ranges) -> int:
         return self.block(ranges).nbytes
@@ -264,6 +267,30 @@ def test_blocks_begin_small_grow_and_end_where_steps_end() -> None:
     assert all(b <= GROWTH * a + q * 4 * row_bytes for a, b in itertools.pairwise(sizes)), sizes
     assert max(sizes) <= block_bytes < max(sizes) + q * 4 * row_bytes
     assert all(ranges.stop % q == 0 for ranges in source.asked)
+
+
+@pytest.mark.parametrize("row_s", [0.0, 1e-6, 0.1, 10.0])
+def test_blocks_of_rows_that_take_long_stay_small(row_s: float) -> None:
+    source = Source()
+    source.row_s = row_s
+    spec = PlanSpec(table=TableIdentity(version=1, fingerprint="f"), order=OrderSpec(num_splits=4), epoch=0)
+    ahead = ReadAhead(max_bytes=100 * MIB, block_bytes=MIB)
+    reader = BlockReader(
+        source, source.plan(spec), range(4), start_cycle=0, end_cycle=5000, cycles_per_step=2, read_ahead=ahead
+    )
+    reader.read(range(8))
+    source.held_back = True
+    reader.release(0)
+    rows = [ranges.num_rows for ranges in source.asked]
+    assert rows[1] * row_s <= LONGEST_TRANSFORM_S or rows[1] == 4  # one row of each split
+    assert sum(rows) == 20_000 or len(rows) == MOST_OPEN + 1  # as far ahead as ever, but not in countless requests
+    source.held_back, source.row_s = False, 0.0  # such were the first rows alone
+    for index in range(1, len(rows)):
+        source.answer(index)
+    for cycle in range(0, 5000, 2):
+        reader.read(range(cycle * 4, cycle * 4 + 8))
+        reader.release(cycle + 2)
+    assert sum(ranges.num_rows for ranges in source.asked) == 20_000
 
 
 @pytest.mark.parametrize(("row_bytes", "block_bytes", "blocks"), [(1000, 64 * MIB, 1), (100_000, MIB, 5)])

@@ -33,6 +33,7 @@ from ray_lance_stream.local import LocalLink, LocalSource
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import Whole
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.topology import Seat
 
@@ -542,7 +543,7 @@ class Broken(LocalLink):
                     raise StreamClosedError("given up")
                 raise TableVersionError("gone")
 
-            def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+            def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Whole]:
                 return source.request(handle, ranges)
 
             def close(self) -> None:

@@ -709,10 +709,10 @@ def prefetcher(tables: Tables) -> tuple[Any, PlanSpec]:
 def test_a_request_of_a_newer_incarnation_raises_the_fence(tables: Tables) -> None:
     actor, plan = prefetcher(tables)  # as after a restart: nobody has told it of any incarnation
     handle, _ = actor.open_plan(plan)
-    assert actor.build(handle, RANGES, 7).num_rows == 4
+    assert actor.build(handle, RANGES, 7).rows.num_rows == 4
     with pytest.raises(StaleIncarnationError):
         actor.build(handle, RANGES, 6)
-    assert actor.build(handle, RANGES, 7).num_rows == 4
+    assert actor.build(handle, RANGES, 7).rows.num_rows == 4
     assert (actor.stats()["blocks"], actor.stats()["dropped"]) == (2, 1)
 
 

@@ -13,10 +13,11 @@ from ray_lance_stream.config import PrefetchConfig
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.reader import BlockReader, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.sifting import Whole
 from ray_lance_stream.topology import Replica, StepPlan
 
 _PREFETCHED_BATCHES: Final = 1  # the default of iter_batches
-_ALIKE: Final = 16  # blocks double: after so many of one size they grow no more
+_ALIKE: Final = 16  # blocks grow: after so many of one size they grow no more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class _Blank:
         """See ``BlockSource``; never called, as the handle is known."""
         raise NotImplementedError
 
-    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[pa.Table]:
+    def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Whole]:
         """See ``BlockSource``."""
         del handle
         self.asked.append(ranges)
@@ -103,8 +104,8 @@ class _Blank:
         column = pa.FixedSizeBinaryArray.from_buffers(
             pa.binary(self._row_bytes), rows, [None, pa.py_buffer(self._zeros)]
         )
-        future: Future[pa.Table] = Future()
-        future.set_result(pa.table({"row": column}))
+        future: Future[Whole] = Future()
+        future.set_result(Whole(pa.table({"row": column})))
         return future
 
     def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:

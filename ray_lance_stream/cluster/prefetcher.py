@@ -100,7 +100,7 @@ class Prefetcher:
 
     @ray.method(concurrency_group="build")
     def build(self, handle: PlanHandle, ranges: Ranges, incarnation: int, deadly: tuple[SkippedRow, ...] = ()) -> Any:
-        """Returns a block: a table, or a ``sifting.Sifted``; ``deadly`` rows of it are not touched.
+        """Returns a block: a ``sifting.Whole`` or ``Sifted``; ``deadly`` rows of it are not touched.
 
         Raises:
             StaleIncarnationError: A newer incarnation has been announced, or has asked for a block.
@@ -113,14 +113,14 @@ class Prefetcher:
         if stale:
             raise StaleIncarnationError(f"the worker group {incarnation} has been replaced by a newer one")
         with _no_panic("building a block"), self._busy.block():
-            table, stats = self._builder.build(handle, ranges, resolve_rows, deadly)
+            block, stats = self._builder.build(handle, ranges, resolve_rows, deadly)
         with self._lock:
             self._built["blocks"] += 1
             self._built["rows"] += stats.rows
             self._built["num_bytes"] += stats.num_bytes
             self._built["take_s"] += stats.take_s
             self._built["transform_s"] += stats.transform_s
-        return table
+        return block
 
     @ray.method(concurrency_group="build")
     def try_build(self, handle: PlanHandle, ranges: Ranges) -> None:

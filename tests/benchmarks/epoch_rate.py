@@ -179,6 +179,8 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
 
     transform = decode if workload == "d" else None
     began: list[float] = []
+    resting_s = 0.0
+    ray_runs = contender == "ours" or contender.startswith("ray data")
 
     def ready() -> None:
         nonlocal resting_s
@@ -188,7 +190,6 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
             resting_s = time.perf_counter() - before
         began.append(time.perf_counter())
 
-    resting_s, ray_runs = 0.0, contender == "ours" or contender.startswith("ray data")
     if ray_runs:
         import ray
 
