@@ -41,7 +41,8 @@ class PrefetchConfig:
             which suddenly grow overshoot once, by the blocks being built at that moment. What building takes
             besides, in a prefetcher or a thread of this process, is two or three times a block for each of two
             blocks at a time, and what the transform itself allocates.
-        block_bytes: Size blocks grow to, the first ones being smaller.
+        block_bytes: Size blocks grow to, the first ones being smaller. Where the transform takes long for a row,
+            they are no larger than it can do in two seconds.
         placement_timeout_s: How long to wait for the first prefetcher to start.
         idle_timeout_s: After so long without a living consumer the stream's actors end by themselves.
         retry_window_s: How long a block is asked for again after losses before that is an error.

@@ -83,14 +83,12 @@ class SplitCounts:
 
     def to_list(self) -> list[int]:
         """Returns one count per split."""
-        counts: list[int] = [self.base] * self.num_splits
-        if self.apart is None:
-            return counts
-        if len(self.apart[0]) * _SHARE_BY_NAME > self.num_splits:
-            counts = self.dense().tolist()
-        else:  # one object for all that are alike
-            for split, count in self.exceptions.items():
-                counts[split] = count
+        if self.apart is not None and len(self.apart[0]) * _SHARE_BY_NAME > self.num_splits:
+            dense: list[int] = self.dense().tolist()
+            return dense
+        counts = [self.base] * self.num_splits  # one object for all that are alike
+        for split, count in self.exceptions.items():
+            counts[split] = count
         return counts
 
     @property

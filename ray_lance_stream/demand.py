@@ -26,7 +26,7 @@ BLOCKS_AT_ONCE: Final = 2  # of a prefetcher
 _MOST_USED: Final = 0.8
 _LATENCY_SHARE: Final = 0.8  # of the speed of endlessly large blocks, that blocks should reach
 _LEAST_BLOCK_BYTES: Final = 512 * 1024  # smaller ones cost more in requests than they save
-_USUAL_BLOCK_BYTES: Final = 16 * 1024 * 1024  # the default of PrefetchConfig
+_USUAL_BLOCK_BYTES: Final = 32 * 1024 * 1024  # the default of PrefetchConfig
 _MOST_BLOCK_BYTES: Final = 128 * 1024 * 1024  # some of them, times the workers, must find room
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import drivers
+import psutil
 import pytest
 import ray
 from conftest import Tables
@@ -40,8 +42,64 @@ def starts(storage: Path, name: str) -> list[list[int]]:
     return [entry["start"] for entry in read_log(storage, name) if "start" in entry]
 
 
+def controllers() -> list[int]:
+    """The process ids of the Ray Train controllers on this cluster."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name().startswith("ray::TrainCont"):
+                raylet = process.parent()
+                if raylet is not None and any(os.environ["RAY_ADDRESS"] in part for part in raylet.cmdline()):
+                    found.append(process.pid)
+    return found
+
+
 def steps(storage: Path, name: str) -> int:
     return sum(1 for entry in read_log(storage, name) if "at" in entry)
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_controller_ends_the_run_and_the_same_run_goes_on(
+    nodes: Nodes, tables: Tables, tmp_path: Path
+) -> None:
+    nodes.add_loader()
+    nodes.add_trainer()
+    nodes.add_trainer()
+    options: dict[str, Any] = {
+        "address": os.environ["RAY_ADDRESS"],
+        "uri": tables.uri(8 * STEPS),
+        "storage": str(tmp_path),
+        "idle_timeout_s": IDLE_TIMEOUT_S,
+        "name": "run",
+    }
+    running = []
+    try:
+        first = drivers.start(**options)
+        running.append(first)
+        wait_until(lambda: steps(tmp_path, "run") > 20, 180, "steps of the first driver")
+        snapshot = tmp_path / "runs" / "run" / "checkpoint_manager_snapshot.json"
+        wait_until(snapshot.exists, 60, "a checkpoint")
+        workers = {entry["pid"] for entry in read_log(tmp_path, "run")}
+        (controller,) = controllers()
+        os.kill(controller, signal.SIGKILL)
+        assert first.wait(120) not in (0, -signal.SIGKILL)  # fit() says that the controller died
+        wait_until(lambda: not any(map(is_running, workers)), PROCESSES_S, "the workers ended with their controller")
+
+        before = steps(tmp_path, "run")
+        second = drivers.start(**options)
+        running.append(second)
+        wait_until(lambda: steps(tmp_path, "run") > before + 20, 180, "steps of the second driver")
+        epoch = max(entry["at"][0] for entry in read_log(tmp_path, "run") if "at" in entry)
+        (tmp_path / "log" / "last").write_text(str(epoch + 1))
+        assert second.wait(300) == 0
+        resumed = starts(tmp_path, "run")[2:]
+        assert len(resumed) == 2 and resumed[0] == resumed[1] != [0, 0] and resumed[0][1] % 4 == 0
+        assert delivered(read_log(tmp_path, "run")) == reference(tables.stream(8 * STEPS), epoch + 2)
+        wait_until(lambda: not our_actors(), IDLE_TIMEOUT_S + PROCESSES_S, "nothing of any run is left")
+    finally:
+        for driver in running:
+            driver.kill()
+            driver.wait()
 
 
 @pytest.mark.timeout(900)

@@ -37,9 +37,8 @@ def need_of(
 
     def rows_of(size: int) -> int:
         budget = world_size * int(_AMPLE * size + _AMPLE * share_bytes + 1)
-        return in_flight(
-            handle, steps, world_size, PrefetchConfig(block_bytes=size, max_buffer_bytes=budget)
-        ).block_rows
+        prefetch = PrefetchConfig(block_bytes=size, max_buffer_bytes=budget)
+        return in_flight(handle, steps, world_size, prefetch, speeds.transform_s_per_row).block_rows
 
     size = speeds.good_block_bytes(handle.bytes_per_row, rows_of) if block_bytes is None else block_bytes
     need = Need.of(

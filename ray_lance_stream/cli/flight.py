@@ -37,11 +37,17 @@ class InFlight:
     bytes: int
 
 
-def in_flight(handle: PlanHandle, steps: StepPlan, world_size: int, prefetch: PrefetchConfig) -> InFlight:
+def in_flight(
+    handle: PlanHandle,
+    steps: StepPlan,
+    world_size: int,
+    prefetch: PrefetchConfig,
+    transform_s_per_row: float = 0.0,
+) -> InFlight:
     """Returns what the busiest worker's reader asks for, by running one over rows that are all there at once."""
     replica = Replica(dp_rank=world_size - 1, dp_size=world_size)
     owned = replica.owned_splits(steps.num_splits)
-    source = _Blank(handle.bytes_per_row)
+    source = _Blank(handle.bytes_per_row, transform_s_per_row)
     made_ahead = int(_PREFETCHED_BATCHES * steps.cycles_per_step * len(owned) * handle.bytes_per_row)
     reader = BlockReader(
         source,
@@ -65,15 +71,17 @@ def in_flight(handle: PlanHandle, steps: StepPlan, world_size: int, prefetch: Pr
             most_bytes = max(most_bytes, reader.buffered_bytes)
             most_blocks = max(most_blocks, source.blocks_after(place))
         cycle = block_end
-    rows = max(len(owned) * (asked.stop - asked.start) for asked in source.asked)
+    # The first may be larger than the others: how long its transform takes shows when it is there.
+    rows = max(len(owned) * (asked.stop - asked.start) for asked in source.asked[1:] or source.asked)
     return InFlight(block_rows=rows, block_bytes=int(rows * handle.bytes_per_row), blocks=most_blocks, bytes=most_bytes)
 
 
 class _Blank:
     """A block source whose blocks are there at once, of the right size and with nothing in them."""
 
-    def __init__(self, bytes_per_row: float) -> None:
+    def __init__(self, bytes_per_row: float, transform_s_per_row: float) -> None:
         self._row_bytes = max(1, round(bytes_per_row))
+        self._row_s = transform_s_per_row
         self._zeros: Any = np.zeros(0, np.uint8)
         self.asked: list[Ranges] = []
 
@@ -105,7 +113,7 @@ class _Blank:
             pa.binary(self._row_bytes), rows, [None, pa.py_buffer(self._zeros)]
         )
         future: Future[Whole] = Future()
-        future.set_result(Whole(pa.table({"row": column})))
+        future.set_result(Whole(pa.table({"row": column}), rows * self._row_s))
         return future
 
     def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:

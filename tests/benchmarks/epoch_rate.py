@@ -11,7 +11,8 @@ settings of ``lancedb.streaming`` (workers, read size) that go on: the fastest t
 epoch's rows over the seconds from construction to the last batch; with prefetchers the clock starts when the pool is
 ready, and ``with start`` counts their start as well. Where Ray was started, its processes have come to rest before.
 ``bare`` takes blocks of 32 MiB at random from the table and gathers them back into order, on one thread: the ceiling
-of one reader. Memory is the sum of the peaks of the
+of one reader. ``one core``: the same on one core alone; and ours with one prefetcher on one core and the consumer on
+another one, so that what Ray and the consumer cost shows. Memory is the sum of the peaks of the
 processes (resident, less what they share), sampled.
 
 Prints medians with the least and the most, and writes ``epoch_rate.json`` and ``epoch_rate.png`` to the directory.
@@ -44,7 +45,8 @@ BATCH, SPLITS, SEED = 480, 48, 3
 ROWS = {"a": 500_000, "b": 100_000, "c": 10_000, "d": 4_000}
 ORDERS = {"row": None, "clump 64": 64}
 LANCEDB = [f"lancedb.streaming {workers}w {size}" for workers in (0, 2) for size in (64, 256, 1024)]
-CONTENDERS = ["bare", "ours", "ours, in process", *LANCEDB, "ray data", "ray data, shuffled"]
+PINNED = ["bare, one core", "ours, one core each"]
+CONTENDERS = ["bare", "ours", "ours, in process", *PINNED, *LANCEDB, "ray data", "ray data, shuffled"]
 BLOCK_BYTES = 32 * 2**20
 Batches = Iterator[Any]
 
@@ -177,10 +179,12 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
     """Reads one epoch; returns seconds, rows and bytes."""
     import torch  # noqa: F401  (a trainer has it loaded)
 
+    from ray_lance_stream import PrefetchConfig
+
     transform = decode if workload == "d" else None
     began: list[float] = []
     resting_s = 0.0
-    ray_runs = contender == "ours" or contender.startswith("ray data")
+    ray_runs = contender.startswith(("ours", "ray data")) and contender != "ours, in process"
 
     def ready() -> None:
         nonlocal resting_s
@@ -188,6 +192,11 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
             before = time.perf_counter()
             wait_for_rest()
             resting_s = time.perf_counter() - before
+        if contender == PINNED[1]:
+            pin(psutil.Process(), 1)
+            for process in psutil.Process().children(recursive=True):
+                if process.name().startswith("ray::Prefetch"):
+                    pin(process, 0)
         began.append(time.perf_counter())
 
     if ray_runs:
@@ -196,10 +205,14 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         wait_for_rest()
     start = time.perf_counter()
-    if contender == "bare":
+    if contender.startswith("bare"):
+        if contender in PINNED:
+            pin(psutil.Process(), 0)
         batches = bare(directory, name, clump, transform)
     elif contender.startswith("ours"):
-        args = {"uri": directory, "table": name, "shuffle_clump_size": clump, "transform": transform}
+        args: dict[str, Any] = {"uri": directory, "table": name, "shuffle_clump_size": clump, "transform": transform}
+        if contender in PINNED:
+            args["prefetch"] = PrefetchConfig(num_actors=1)
         batches = ours(args, ready)
     elif contender.startswith("ray data"):
         batches = ray_data(directory, name, transform, shuffled=contender.endswith("shuffled"))
@@ -220,6 +233,13 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
         "first_batch": first - since,
         "peak_bytes": peak.stop(),
     }
+
+
+def pin(process: psutil.Process, core: int) -> None:
+    """Has a process's threads, and those they start, run on one core."""
+    for thread in process.threads():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread.id, {core})
 
 
 def wait_for_rest() -> None:
