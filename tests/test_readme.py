@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +136,26 @@ def test_the_marked_commands_are_found_by_ci() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
     assert all(name in ci for name, _ in marks)
     assert "examples/train_digits.py" in dict(marks)["main-job"] and "pytest" in dict(marks)["tests"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_that_its_figures_are_from(tmp_path: Path) -> None:
+    (command,) = [block for block in blocks("bash") if "epoch_rate.py" in block]
+    _, *arguments = shlex.split(command.replace("\\\n", " "))
+    small = [
+        "--scale",
+        "0.01",
+        "--repeats",
+        "1",
+        "--contenders",
+        "bare",
+        "ours, in process",
+        "--directory",
+        str(tmp_path),
+    ]
+    done = subprocess.run([sys.executable, *arguments, *small], cwd=ROOT, capture_output=True, text=True, check=True)
+    for title in ("(a) shuffled by row", "(a) shuffled by clump 64"):
+        assert title in done.stdout
+    results = json.loads((tmp_path / "epoch_rate.json").read_text())
+    assert {run["rows"] for found in results.values() for run in found["ours, in process"]} == {4992}
+    assert (tmp_path / "epoch_rate.png").exists()
