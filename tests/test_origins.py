@@ -187,7 +187,7 @@ def test_nothing_is_built_or_sent_unless_it_is_asked_for(tables: Tables, monkeyp
 
     def noted(self: LocalSource, handle: Any, ranges: Any) -> Any:
         block = build(self, handle, ranges)
-        built.append(block.column_names)
+        built.append(block.rows.column_names)
         return block
 
     monkeypatch.setattr(LocalSource, "_build", noted)

@@ -38,7 +38,7 @@ from ray_lance_stream.errors import BlockError, StaleIncarnationError, StreamClo
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
-from ray_lance_stream.sifting import SkippedRow
+from ray_lance_stream.sifting import SkippedRow, Whole
 
 RANGES = Ranges(first_split=0, num_splits=4, start=0, stop=1)
 UNAVAILABLE = ActorUnavailableError("", bytes(16))
@@ -579,8 +579,8 @@ def test_a_block_that_is_too_much_as_a_whole_is_put_together_from_its_parts(clus
         for actor in cluster.actors:
             for call, ref in zip(actor.build.calls, actor.refs, strict=True):
                 if not ref.done():
-                    ref.set_result(pa.table({"split": call[1].places()[0]}))
-        assert answer.result(5)["split"].to_pylist() == [0, 1, 2, 3], attempt
+                    ref.set_result(Whole(pa.table({"split": call[1].places()[0]})))
+        assert answer.result(5).rows["split"].to_pylist() == [0, 1, 2, 3], attempt
     assert len(cluster.examine.calls) == 1
 
 

@@ -285,11 +285,10 @@ def _join(pieces: list[Future[Any]], answer: Future[Any]) -> None:
     parts, pieces[:] = pieces[:], []
     if not parts or not answer.set_running_or_notify_cancel():
         return  # done already, for parts that ended at the same time, or not wanted any more
-    error = next((part.exception() for part in parts if part.exception() is not None), None)
-    if error is not None:
-        answer.set_exception(error)
-    else:
+    try:
         answer.set_result(joined([part.result() for part in parts]))
+    except Exception as error:  # a part's, or parts that do not fit: somebody waits for this answer
+        answer.set_exception(error)
 
 
 def _first_line(error: BaseException) -> str:
