@@ -339,7 +339,7 @@ def show(workload: str, order: str, found: dict[str, list[dict[str, float]]]) ->
 
 
 def draw(results: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> None:
-    """Draws the medians, one panel for each workload and order."""
+    """Draws the medians, with the least and the most, one panel for each workload and order."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -347,9 +347,11 @@ def draw(results: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> N
 
     figure, panels = pyplot.subplots(len(results), 1, figsize=(8, 2.4 * len(results)), squeeze=False)
     for panel, (title, found) in zip(panels[:, 0], results.items(), strict=True):
-        rates = {name: statistics.median(r["rows"] / r["seconds"] for r in runs) for name, runs in found.items()}
-        panel.barh(list(rates), list(rates.values()), color=["C1" if n.startswith("ours") else "C0" for n in rates])
-        panel.set_xscale("log")
+        rates = {name: [r["rows"] / r["seconds"] for r in runs] for name, runs in found.items()}
+        middle = {name: statistics.median(several) for name, several in rates.items()}
+        spread = [[middle[n] - min(rates[n]) for n in rates], [max(rates[n]) - middle[n] for n in rates]]
+        colors = ["C1" if name.startswith("ours") else "C0" for name in rates]
+        panel.barh(list(rates), list(middle.values()), xerr=spread, color=colors)
         panel.set_xlabel("rows/s over the epoch")
         panel.set_title(title)
         panel.invert_yaxis()
