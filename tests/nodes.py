@@ -46,6 +46,7 @@ class Nodes:
     """A head without CPUs, where the driver is, and the nodes that a test adds to it."""
 
     def __init__(self) -> None:
+        ray.shutdown()  # the one node of earlier tests of the module
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         ray.init(address=self._cluster.address, log_to_driver=False)
 

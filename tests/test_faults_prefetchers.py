@@ -64,7 +64,7 @@ def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables, rng: Random) -> No
             session, handle = shard.link.session, shard._handle
             new = RaySource(session.coordinator, session.begin(), retry_window_s=30)
             block = new.request(new.plan(handle.spec), Ranges(first_split=0, num_splits=4, start=0, stop=2))
-            assert block.result(60)["id"].to_pylist() == seen[epochs * STEPS]
+            assert block.result(60).rows["id"].to_pylist() == seen[epochs * STEPS]
             # And other plans are opened, though one of the two has its turn with each.
             for seed in (101, 102):
                 order = dataclasses.replace(handle.spec.order, shuffle_seed=seed)
