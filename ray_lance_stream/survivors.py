@@ -263,7 +263,8 @@ class SurvivorReader:
             last = min(complete, default=None)
             asked_first = set(map(id, needed))
             wanted = [self._positions_to_ask(lane, least + step, last, id(lane) in asked_first) for lane in self._lanes]
-            held, room = self.buffered_bytes, self._read_ahead.max_bytes - self.buffered_bytes
+            held = self.buffered_bytes
+            room = self._read_ahead.max_bytes - held
             if len(self._flights) >= MOST_OPEN and not needed:
                 return
             if held and sum(wanted) * self._bytes_per_row > room:

@@ -42,6 +42,19 @@ def starts(storage: Path, name: str) -> list[list[int]]:
     return [entry["start"] for entry in read_log(storage, name) if "start" in entry]
 
 
+def driver_options(nodes: Nodes, tables: Tables, storage: Path) -> dict[str, Any]:
+    """Adds nodes for two training workers and a prefetcher; returns what drivers of runs on them are told."""
+    nodes.add_loader()
+    nodes.add_trainer()
+    nodes.add_trainer()
+    return {
+        "address": os.environ["RAY_ADDRESS"],
+        "uri": tables.uri(8 * STEPS),
+        "storage": str(storage),
+        "idle_timeout_s": IDLE_TIMEOUT_S,
+    }
+
+
 def controllers() -> list[int]:
     """The process ids of the Ray Train controllers on this cluster."""
     found = []
@@ -62,19 +75,10 @@ def steps(storage: Path, name: str) -> int:
 def test_a_killed_controller_ends_the_run_and_the_same_run_goes_on(
     nodes: Nodes, tables: Tables, tmp_path: Path
 ) -> None:
-    nodes.add_loader()
-    nodes.add_trainer()
-    nodes.add_trainer()
-    options: dict[str, Any] = {
-        "address": os.environ["RAY_ADDRESS"],
-        "uri": tables.uri(8 * STEPS),
-        "storage": str(tmp_path),
-        "idle_timeout_s": IDLE_TIMEOUT_S,
-        "name": "run",
-    }
+    options = driver_options(nodes, tables, tmp_path)
     running = []
     try:
-        first = drivers.start(**options)
+        first = drivers.start(**options, name="run")
         running.append(first)
         wait_until(lambda: steps(tmp_path, "run") > 20, 180, "steps of the first driver")
         snapshot = tmp_path / "runs" / "run" / "checkpoint_manager_snapshot.json"
@@ -86,7 +90,7 @@ def test_a_killed_controller_ends_the_run_and_the_same_run_goes_on(
         wait_until(lambda: not any(map(is_running, workers)), PROCESSES_S, "the workers ended with their controller")
 
         before = steps(tmp_path, "run")
-        second = drivers.start(**options)
+        second = drivers.start(**options, name="run")
         running.append(second)
         wait_until(lambda: steps(tmp_path, "run") > before + 20, 180, "steps of the second driver")
         epoch = max(entry["at"][0] for entry in read_log(tmp_path, "run") if "at" in entry)
@@ -104,15 +108,7 @@ def test_a_killed_controller_ends_the_run_and_the_same_run_goes_on(
 
 @pytest.mark.timeout(900)
 def test_a_killed_driver_is_followed_by_others(nodes: Nodes, tables: Tables, tmp_path: Path) -> None:
-    nodes.add_loader()
-    nodes.add_trainer()
-    nodes.add_trainer()
-    options: dict[str, Any] = {
-        "address": os.environ["RAY_ADDRESS"],
-        "uri": tables.uri(8 * STEPS),
-        "storage": str(tmp_path),
-    }
-    options["idle_timeout_s"] = IDLE_TIMEOUT_S
+    options = driver_options(nodes, tables, tmp_path)
     runs = tmp_path / "runs"
     running = []
     try:
