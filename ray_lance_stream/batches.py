@@ -273,6 +273,9 @@ class BatchIterator(Iterator[T]):
 
     def close(self, why: str = "this iteration was given up; iterate anew") -> None:
         """Ends this iteration and its thread; the shard stays where it is."""
+        if self._ended is not None:
+            return  # and the shard may serve a newer one
         self._ended = why
-        with contextlib.suppress(ValueError):  # another thread is in it: the closed reader ends it there
+        with contextlib.suppress(ValueError):  # another thread is in it, and finds it ended
             self._batches.close()
+        self._shard._end_ahead()

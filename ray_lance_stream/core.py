@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray_lance_stream.config import StreamConfig
+from ray_lance_stream.delivery import Ahead
 from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.handedout import HandedOut
 from ray_lance_stream.link import Link
@@ -43,6 +44,8 @@ class ShardCore(HandedOut):
         self._source: BlockSource | None = None
         self._closed = self._warned_of_budget = False
         self._iterating: weakref.ref[BatchIterator[Any]] | None = None
+        self._ahead: Ahead[Any] | None = None  # what the newest iteration takes its batches from
+        self.speaker: weakref.ref[ShardCore] | None = None  # tells where the loop is, if that is behind this shard
         self._position = Position.start(config)
         self._handle: PlanHandle | None = None
         self._reader: Reader | None = None
@@ -295,6 +298,12 @@ class ShardCore(HandedOut):
         current = self._iterating() if self._iterating is not None else None
         if current is not None:
             current.close(why)
+        self._end_ahead()  # of an iteration that was dropped
+
+    def _end_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.end()
 
     def _drop_reader(self) -> None:
         reader, self._reader = self._reader, None

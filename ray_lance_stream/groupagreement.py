@@ -7,16 +7,17 @@ again. A note is found under the place it speaks of, whenever and however often 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
 from ray_lance_stream.errors import ConfigError, LanceStreamError, LockstepError, StreamClosedError, explain
+from ray_lance_stream.gone import when_gone
 
 logger = logging.getLogger("ray_lance_stream")
 _FIRST_PAUSE_S: Final = 0.0005  # between two looks for a note; doubles: ranks in step are a moment apart
@@ -55,7 +56,7 @@ class GroupAgreement:
         self._found: dict[tuple[int, int], int] = {}  # by place: what was agreed
         self._last_key: str | None = None  # of the place agreed last
         self._presence = _Presence(self._name, self._rank)
-        self._finalizer = weakref.finalize(self, self._presence.end)
+        when_gone(self, self._presence.end)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("an agreement belongs to the process that is a member of the group")
@@ -67,7 +68,7 @@ class GroupAgreement:
 
     def close(self) -> None:
         """Tells the others that this process will not go on. Safe to repeat."""
-        self._finalizer()
+        self._presence.end()
 
     def failed(self, epoch: int, cycle: int, error: BaseException) -> None:
         """Tells those who wait for this process at a place why it does not come."""
@@ -158,15 +159,18 @@ class _Presence:
     def __init__(self, name: str, rank: int) -> None:
         self._name, self._key = name, f"alive/{rank}"
         self._ended = threading.Event()
-        self._lock = threading.RLock()  # no sign of life after the end; a finalizer may run on any thread
+        self._lock = threading.Lock()  # no sign of life after the end
         self._beat(0)
+        atexit.register(self.end)  # a process that just ends has not died
         threading.Thread(target=self._work, name="lance-stream-alive", daemon=True).start()
 
     def end(self) -> None:
         """Ends it, and says so."""
+        atexit.unregister(self.end)
         with contextlib.suppress(LanceStreamError, RuntimeError), self._lock:
-            self._ended.set()
-            _store_of(self._name).set(self._key, _ENDED)
+            if not self._ended.is_set():
+                self._ended.set()
+                _store_of(self._name).set(self._key, _ENDED)
 
     def _beat(self, number: int) -> None:
         with self._lock:

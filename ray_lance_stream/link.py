@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 open_shards: weakref.WeakValueDictionary[str, ShardCore] = weakref.WeakValueDictionary()
 
 
+def speaking() -> dict[str, ShardCore]:
+    """Returns, by stream name, the open shards, or who speaks for them where the loop is behind what they gave."""
+    found: dict[str, ShardCore] = {}
+    for name, shard in list(open_shards.items()):
+        speaker = shard.speaker() if shard.speaker is not None else None
+        found[name] = shard if speaker is None else speaker
+    return found
+
+
 class Link(Protocol):
     """What connects a shard to the rest of its run."""
 

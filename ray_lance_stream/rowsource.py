@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Any
 
 from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.gone import when_gone
 from ray_lance_stream.local import LocalSource
 from ray_lance_stream.plan import TableIdentity
 from ray_lance_stream.readable import check_identity
@@ -75,7 +75,7 @@ class RowSource:
             return source
         link, source = self._start_prefetchers()
         self._opened = (os.getpid(), source, link)
-        weakref.finalize(self, link.close)
+        when_gone(self, link.close)
         return source
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.told import Standing
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import ConfigError, LockstepError, StateError, explain
-from ray_lance_stream.link import open_shards
+from ray_lance_stream.link import open_shards, speaking
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Replica
 from ray_lance_stream.trainlink import TrainLink, links, run_name, start_checkpoint
@@ -101,7 +101,7 @@ def _gather(*, barrier: bool) -> _Gathered:
     counts = _counts()
     number = counts.reports if barrier else None
     # A closed shard counts, too: its last state belongs to the run.
-    standings = {name: _standing(shard) for name, shard in sorted(open_shards.items())}
+    standings = {name: _standing(shard) for name, shard in sorted(speaking().items())}
     streams = _carried_over() | {name: standing.state for name, standing in standings.items()}
     shared = [links[name] for name in sorted(links) if links[name].seat.shared]
     whole = {name: streams[name] for name in standings if name in links and not links[name].seat.shared}
@@ -154,7 +154,7 @@ def _progress() -> int:
     Not one of saves: a rank may save more often than others, and all files of one checkpoint have one stamp.
     """
     return sum(
-        shard.stats().batches for name, shard in open_shards.items() if name not in links or links[name].seat.shared
+        shard.stats().batches for name, shard in speaking().items() if name not in links or links[name].seat.shared
     )
 
 

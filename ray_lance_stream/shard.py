@@ -18,7 +18,7 @@ from ray_lance_stream.batches import (
     sifted_deliveries,
 )
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.delivery import prefetch
+from ray_lance_stream.delivery import Ahead
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.origins import COLUMNS, saying_rows, unknown_rows
 from ray_lance_stream.packedreader import PackedReader
@@ -231,13 +231,10 @@ class StreamShard(ShardCore):
             made = sifted_deliveries(reader, *cut, functools.partial(self._link.agree, self._seat))
         else:
             made = deliveries(reader, *cut)
-        items = prefetch(made, options.prefetch_batches, reader.interrupted.set)
-        try:
-            for item in items:
-                self._commit(item, steps)
-                yield item.batch
-        finally:
-            items.close()
+        self._ahead = Ahead(made, options.prefetch_batches, reader.interrupted.set)
+        for item in self._ahead:
+            self._commit(item, steps)
+            yield item.batch
 
     def _plan_for(self, options: BatchOptions) -> PlanHandle:
         handle = self._open_plan()

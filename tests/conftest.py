@@ -25,7 +25,7 @@ import pyarrow as pa
 import pytest
 from nodes import cluster_of_nodes, nodes, one_node
 
-from ray_lance_stream import LanceStream
+from ray_lance_stream import LanceStream, gone
 
 __all__ = ["cluster_of_nodes", "nodes", "one_node"]  # fixtures
 
@@ -77,8 +77,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
 
 
 def stream_threads() -> list[str]:
-    """Names of the threads of ours that are alive."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lance-stream")]
+    """Names of the threads of ours that are alive, but for the one that lives as long as the process."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("lance-stream") and name != gone.THREAD]
 
 
 @pytest.fixture

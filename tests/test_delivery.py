@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from conftest import stream_threads
+from runs import wait_until
 
-from ray_lance_stream.delivery import prefetch
+from ray_lance_stream.delivery import Ahead
+from ray_lance_stream.errors import StreamClosedError
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 THREAD = "lance-stream-prefetch"
@@ -48,7 +50,7 @@ class Maker(Iterator[int]):
 @pytest.mark.parametrize("depth", [0, 1, 8])
 def test_all_items_come_once_and_in_order(depth: int) -> None:
     maker = Maker(50)
-    assert list(prefetch(maker, depth, nothing)) == list(range(50))
+    assert list(Ahead(maker, depth, nothing)) == list(range(50))
     assert (maker.threads == {THREAD}) is (depth > 0)
     assert THREAD not in stream_threads()
 
@@ -56,13 +58,14 @@ def test_all_items_come_once_and_in_order(depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_no_more_than_depth_items_are_made_ahead(depth: int) -> None:
     maker = Maker()
-    items = prefetch(maker, depth, nothing)
+    ahead = Ahead(maker, depth, nothing)
+    items = iter(ahead)
     assert maker.made == []  # nothing starts before the first next()
     for taken in range(1, 5):
         next(items)
         wait_for(taken + depth, maker.made)
         assert len(maker.made) == taken + depth
-    items.close()
+    ahead.end()
 
 
 @pytest.mark.parametrize("depth", [1, 8])
@@ -73,13 +76,13 @@ def test_an_error_comes_after_the_items_before_it(depth: int) -> None:
 
     got = []
     with pytest.raises(KeyError, match="broken"):
-        for item in prefetch(three(), depth, nothing):
+        for item in Ahead(three(), depth, nothing):
             got.append(item)
     assert got == [0, 1, 2]
     assert THREAD not in stream_threads()
 
 
-def test_leaving_early_interrupts_what_waits_and_joins_the_thread() -> None:
+def test_its_end_interrupts_what_waits_and_joins_the_thread() -> None:
     interrupted = threading.Event()
 
     def stuck() -> Iterator[int]:
@@ -87,27 +90,74 @@ def test_leaving_early_interrupts_what_waits_and_joins_the_thread() -> None:
         interrupted.wait(30)
         yield 1
 
-    items = prefetch(stuck(), 1, interrupted.set)
+    ahead = Ahead(stuck(), 1, interrupted.set)
+    items = iter(ahead)
     assert next(items) == 0
-    began = time.monotonic()
-    items.close()
-    assert interrupted.is_set()
-    assert time.monotonic() - began < 5
-    assert THREAD not in stream_threads()
+    for _ in range(2):
+        ahead.end()
+        assert interrupted.is_set()
+        assert THREAD not in stream_threads()
+    with pytest.raises(StreamClosedError):  # and not the end of the items
+        next(items)
 
 
-def test_a_dropped_generator_ends_its_thread() -> None:
-    items = prefetch(Maker(), 2, nothing)
+def test_a_consumer_that_waits_on_another_thread_is_told_of_the_end() -> None:
+    interrupted = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        yield 0
+        interrupted.wait(30)
+
+    ahead = Ahead(stuck(), 1, interrupted.set)
+    errors: list[BaseException] = []
+
+    def consume() -> None:
+        try:
+            list(ahead)
+        except BaseException as error:
+            errors.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    wait_until(lambda: THREAD in stream_threads(), 10, "it makes items")
+    ahead.end()
+    consumer.join(10)
+    assert [type(error) for error in errors] == [StreamClosedError]
+
+
+def test_a_dropped_iteration_ends_its_thread_soon() -> None:
+    maker = Maker()
+    items = iter(Ahead(maker, 2, nothing))
     next(items)
     assert THREAD in stream_threads()
     del items
-    assert THREAD not in stream_threads()
+    wait_until(lambda: THREAD not in stream_threads(), 10, "the thread has ended")
+    assert len(maker.made) <= 4
 
 
-def test_a_generator_may_be_dropped_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_waits_for_nothing_that_the_dropping_thread_holds() -> None:
+    """Garbage is collected anywhere, also where a lock is held that the making of items needs."""
+    lock = threading.Lock()
+    reached = threading.Event()
+
+    def locked() -> Iterator[int]:
+        yield 0
+        reached.set()
+        with lock:
+            yield 1
+
+    with lock:
+        items = iter(Ahead(locked(), 1, nothing))
+        assert next(items) == 0
+        assert reached.wait(10)
+        del items
+    wait_until(lambda: THREAD not in stream_threads(), 10, "the thread has ended")
+
+
+def test_an_iteration_may_be_dropped_on_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", failures.append)
-    held: list[Generator[int, None, None]] = []
+    held: list[Iterator[int]] = []
     taken, dropped = threading.Event(), threading.Event()
 
     def dropping() -> Iterator[int]:
@@ -117,8 +167,9 @@ def test_a_generator_may_be_dropped_on_its_own_thread(monkeypatch: pytest.Monkey
         dropped.set()
         yield 1
 
-    held.append(prefetch(dropping(), 1, nothing))
+    held.append(iter(Ahead(dropping(), 1, nothing)))
     assert next(held[0]) == 0
     taken.set()
     assert dropped.wait(10)
+    wait_until(lambda: THREAD not in stream_threads(), 10, "the thread has ended")
     assert not failures

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray.train
@@ -23,7 +23,7 @@ from ray_lance_stream import LanceStream, PrefetchConfig, StreamDataConfig
 from ray_lance_stream.checkpoint import FILE_NAME, read_streams
 from ray_lance_stream.errors import ConfigError, StateError, StreamClosedError
 from ray_lance_stream.integrations.trained import TrainedBatches
-from ray_lance_stream.link import open_shards
+from ray_lance_stream.link import open_shards, speaking
 
 NUM_CPUS = 4
 ROWS = 50  # of which 48 make up the 4 splits: 6 steps of 8 an epoch
@@ -181,11 +181,11 @@ def test_a_batch_that_is_not_out_cannot_have_been_trained_on(tables: Tables) -> 
 def test_a_run_saves_what_was_trained_on_and_not_the_shard(tables: Tables) -> None:
     shard: Any = opened_here(tables.stream(ROWS), name="of this test")
     batches = TrainedBatches(shard)
-    known: Any = open_shards
-    assert known["of this test"] is batches
+    assert speaking()["of this test"] is shard.speaker() is cast(Any, batches)
     assert not hasattr(batches, "load_state_dict") and not hasattr(batches, "__len__")
     del batches
-    assert open_shards.pop("of this test") is shard
+    assert speaking()["of this test"] is shard
+    open_shards.pop("of this test")
     shard.close()
 
 

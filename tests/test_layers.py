@@ -23,6 +23,7 @@ ROOT = Path(errors.__file__).parent
 ORDER = (
     # Numbers in, numbers out.
     "errors",
+    "gone",
     "redacting",
     "storage",
     "permutation",
@@ -172,6 +173,7 @@ ORDER = (
 )
 PURE = (
     "errors",
+    "gone",
     "permutation",
     "plan",
     "topology",
@@ -349,8 +351,8 @@ def test_imports_follow_the_order() -> None:
             against[item.importer, target, item.where] = item
     unexpected = [item for key, item in against.items() if key not in AGAINST_THE_ORDER]
     assert not unexpected, "imports of a module that stands later"
-    gone = set(AGAINST_THE_ORDER) - set(against)
-    assert not gone, "exceptions that are not needed any more"
+    needless = set(AGAINST_THE_ORDER) - set(against)
+    assert not needless, "exceptions that are not needed any more"
     assert all(where != "module" for _, _, where in AGAINST_THE_ORDER)
 
 
@@ -495,3 +497,13 @@ def test_explain_and_shown() -> None:
     assert len(errors.shown("x" * 1000)) == 80
     assert errors.shown(10**5000) == "<int that cannot be shown>"
     assert errors.shown(deep) == "<list that cannot be shown>"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "gone"])
+def test_what_python_does_with_garbage_is_done_in_one_place(name: str) -> None:
+    """It does it on any thread, inside anything; ``gone`` says what that may break."""
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        called = ast.unparse(node.func).rsplit(".")[-1] if isinstance(node, ast.Call) else ""
+        assert called != "finalize", "use gone.when_gone"
+        assert called not in {"ref", "proxy"} or len(node.args) == 1, "use gone.when_gone"  # type: ignore[attr-defined]
+        assert not isinstance(node, ast.FunctionDef) or node.name != "__del__", "use gone.when_gone"

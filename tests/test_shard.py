@@ -16,6 +16,7 @@ import pytest
 import torch
 from blocks import BLOCK
 from conftest import Tables, stream_threads
+from runs import wait_until
 
 from ray_lance_stream import (
     ConfigError,
@@ -465,7 +466,7 @@ def test_leaving_a_loop_ends_its_thread_and_close_ends_the_others(
 ) -> None:
     shard = tables.stream(prefetch=TINY).open()
     leave(shard)
-    assert "lance-stream-prefetch" not in stream_threads()
+    wait_until(lambda: "lance-stream-prefetch" not in stream_threads(), 10, "its thread has ended")
     next(iter(shard))  # still of use
     shard.close()
     assert not [name for name in stream_threads() if name.startswith("lance-stream-prefetch")]
@@ -475,10 +476,16 @@ def test_leaving_a_loop_ends_its_thread_and_close_ends_the_others(
 def test_a_shard_that_is_dropped_without_close_frees_its_threads(
     tables: Tables, leave: Callable[[StreamShard], None]
 ) -> None:
+    before = len(stream_threads())
     shard = tables.stream(prefetch=TINY).open()
     leave(shard)
     del shard
-    gc.collect()  # an exception that went through a thread leaves cycles
+
+    def freed() -> bool:
+        gc.collect()  # a thread that has only just ended, or an exception that went through one, leaves cycles
+        return len(stream_threads()) == before
+
+    wait_until(freed, 10, "all threads have ended")
 
 
 @pytest.mark.parametrize("prefetch_batches", [0, 1, 8])

@@ -11,6 +11,7 @@ from typing import Any, Final
 import ray
 
 from ray_lance_stream.cluster.told import STANDINGS_OF_INTEREST, Standing
+from ray_lance_stream.gone import when_gone
 from ray_lance_stream.topology import Seat
 
 logger = logging.getLogger("ray_lance_stream")
@@ -40,7 +41,7 @@ class Announcer:
         self._pending.append((seat, standing))
         if not self._begun:
             self._begun = True
-            weakref.finalize(self, self._wake.set)  # its thread finds it gone
+            when_gone(self, self._wake.set)  # its thread finds it gone
             arguments = (weakref.ref(self), self._wake, self._stop)
             threading.Thread(target=_keep_sending, args=arguments, name="lance-stream-announcer", daemon=True).start()
         self._wake.set()

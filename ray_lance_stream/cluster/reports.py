@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import ray
 
 from ray_lance_stream.cluster.sizing import Load
+from ray_lance_stream.gone import when_gone
 from ray_lance_stream.observing import Sight
 
 logger = logging.getLogger("ray_lance_stream")
@@ -74,7 +75,7 @@ class Reporting(Protocol):
 def keep_reporting(source: Reporting, coordinator: Any, holder: str, closed: threading.Event) -> None:
     """Reports for a source until it is closed or dropped, on a thread that does not keep it alive."""
     node = str(ray.get_runtime_context().get_node_id())
-    weakref.finalize(source, closed.set)  # dropped is as good as closed
+    when_gone(source, closed.set)  # dropped is as good as closed
     arguments = (weakref.ref(source), coordinator, holder, node, closed)
     threading.Thread(target=_report, args=arguments, name="lance-stream-reports", daemon=True).start()
 

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 import uuid
-import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from ray_lance_stream.cluster.told import Memory, Standing, keep_alive
 from ray_lance_stream.config import PrefetchConfig, StreamConfig
 from ray_lance_stream.core import ShardCore
 from ray_lance_stream.errors import StreamClosedError
+from ray_lance_stream.gone import when_gone
 from ray_lance_stream.source import BlockSource
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.stats import RunProgress
@@ -204,7 +204,7 @@ class RayLink:
     def hold(self) -> None:
         """Takes a lease and renews it until the link is closed or dropped: from now on the actors are needed."""
         keep_alive(self.session, self._holder, self._stop, self._memory)
-        weakref.finalize(self, self._stop.set)
+        when_gone(self, self._stop.set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_link, (self._without_recipe(), self._owned)

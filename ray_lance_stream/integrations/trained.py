@@ -69,8 +69,8 @@ class TrainedBatches:
         self._turn = 0  # the newest iteration
         self._at = self._here()
         self._behind_epoch: _Place | None = None  # until all of the epoch was trained on
-        open_shards[shard.name] = cast(ShardCore, self)
-        weakref.finalize(self, _put_back, shard.name, weakref.ref(shard))
+        open_shards[shard.name] = shard
+        shard.speaker = cast(weakref.ref[ShardCore], weakref.ref(self))
 
     # ------------------------------------------------------------------ for the trainer
 
@@ -208,10 +208,3 @@ class TrainedBatches:
         if not self._ahead and self._at.is_step_end and may_be_last:
             self._fetch()
         return self._at
-
-
-def _put_back(name: str, reference: weakref.ref[StreamShard]) -> None:
-    """Lets the shard speak for itself again once its batches are gone."""
-    shard = reference()
-    if shard is not None and name not in open_shards:
-        open_shards[name] = shard

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +151,46 @@ def test_rows_that_fail_are_skipped_and_no_actor_outlives_its_dataset(ours: Side
     assert actors() > 0
     del dataset, loader
     wait_until(lambda: actors() == 0, 60, "collected")
+
+
+def collect_on_a_thread_of_rays() -> None:
+    """Has Python look for garbage where Ray completes futures, which must not wait for Ray."""
+    collected = threading.Event()
+    collecting_on: list[str] = []
+
+    def collect(_: Any) -> None:
+        collecting_on.append(threading.current_thread().name)
+        gc.collect()
+        collected.set()
+
+    @ray.remote
+    def answer() -> int:
+        return 1
+
+    answer.remote().future().add_done_callback(collect)
+    assert collected.wait(60), "the collection of garbage hangs"
+    assert collecting_on != [threading.main_thread().name]
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["ended", "in an epoch"])
+def test_actors_end_with_a_dataset_that_is_found_on_a_thread_of_rays(
+    ours: Side, table_of: OpenTable, left: bool
+) -> None:
+    dataset: Any = ours.one(table_of(211), prefetch=SMALL_BLOCKS)
+    batches = iter(ours.loader(dataset, batch_size=8, num_workers=1))
+    assert len(batch_ids(batches, 2 if left else None)) == (2 if left else 26)
+    alive = weakref.ref(dataset)
+    gc.disable()  # so that it is not found anywhere else
+    try:
+        cycle = [dataset, batches]
+        cycle.append(cycle)
+        del dataset, batches, cycle
+        assert alive() is not None
+        collect_on_a_thread_of_rays()
+    finally:
+        gc.enable()
+    assert alive() is None
+    wait_until(lambda: actors() == 0, 60, "the actors are gone")
 
 
 def test_arguments_of_processes_are_named(ours: Side, table_of: OpenTable, caplog: pytest.LogCaptureFixture) -> None:

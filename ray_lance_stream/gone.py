@@ -1,0 +1,70 @@
+"""What is done after an object is gone: on a thread of its own, never where Python notices that it is.
+
+Python collects garbage on whichever thread allocates next, inside whatever that thread does: with a lock held, or on
+the thread on which Ray completes futures. A call of Ray's, a lock or a join there may wait for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+logger = logging.getLogger("ray_lance_stream")
+THREAD: Final = "lance-stream-endings"
+
+# Its put() may interrupt itself, unlike those of locks and events: the documentation of queue.SimpleQueue.
+_Jobs = queue.SimpleQueue[Callable[[], object]]
+_starting = threading.Lock()
+_working: tuple[int, _Jobs] | None = None  # the process that works off these jobs
+
+
+def when_gone(owner: object, job: Callable[[], object]) -> weakref.finalize[..., object]:
+    """Has a job done soon after an object is gone, unless the process ends or forks first.
+
+    Args:
+        owner: Watched, and not kept.
+        job: Must not hold ``owner``. May wait, but not long: all jobs share one thread.
+
+    Returns:
+        Its ``detach()`` withdraws the job.
+    """
+    finalizer = weakref.finalize(owner, _hand_over, os.getpid(), _jobs(), job)
+    finalizer.atexit = False
+    return finalizer
+
+
+def _jobs() -> _Jobs:
+    """The queue of this process; starts its thread with the first job."""
+    global _working
+    with _starting:
+        if _working is None or _working[0] != os.getpid():
+            jobs = _Jobs()
+            _working = os.getpid(), jobs
+            threading.Thread(target=_work, args=(jobs,), name=THREAD, daemon=True).start()
+        return _working[1]
+
+
+def _hand_over(process: int, jobs: _Jobs, job: Callable[[], object]) -> None:
+    if process == os.getpid():  # a fork has copies of the objects, and not what they stand for
+        jobs.put(job)
+
+
+def _work(jobs: _Jobs) -> None:
+    while True:
+        try:
+            jobs.get()()
+        except Exception:  # whatever it is, the other jobs do not hang on it
+            logger.warning("could not clean up after an object that is gone", exc_info=True)
+
+
+def _begin_anew() -> None:
+    global _starting
+    _starting = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_begin_anew)
