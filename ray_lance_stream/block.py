@@ -165,7 +165,6 @@ class BlockBuilder:
                 if handle.with_rows:
                     numbers = plan.rows(block.splits, block.positions)
                     block.rows = numbered(block.rows, numbers, block.positions)
-                    block.nbytes = block.rows.nbytes
             return block, stats
         block = cast_to(block, handle.schema)
         if handle.with_rows:

@@ -141,7 +141,7 @@ class Sifted:
         splits: Split of each row; int64, shape (rows,).
         positions: Position of each row in its split; int64, shape (rows,).
         skipped: The rows that did not.
-        nbytes: Size in memory; estimated for objects.
+        objects_bytes: Size of the rows if they are objects, estimated.
         read_bytes: Bytes that were read for it.
         take_s: Seconds of reading.
         transform_s: Seconds of transforming.
@@ -150,7 +150,7 @@ class Sifted:
     rows: pa.Table | list[Any]
     splits: IntArray
     positions: IntArray
-    nbytes: int
+    objects_bytes: int = 0
     skipped: tuple[SkippedRow, ...] = ()
     read_bytes: int = 0
     take_s: float = 0.0
@@ -158,6 +158,12 @@ class Sifted:
 
     def __len__(self) -> int:
         return len(self.splits)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        rows = self.objects_bytes if isinstance(self.rows, list) else int(self.rows.nbytes)
+        return rows + self.splits.nbytes + self.positions.nbytes
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ def joined(blocks: list[Any]) -> Whole | Sifted:
         rows=[row for part in rows for row in part] if isinstance(rows[0], list) else pa.concat_tables(rows),
         splits=np.concatenate([part.splits for part in parts]),
         positions=np.concatenate([part.positions for part in parts]),
-        nbytes=sum(part.nbytes for part in parts),
+        objects_bytes=sum(part.objects_bytes for part in parts),
         skipped=tuple(row for part in parts for row in part.skipped),
         read_bytes=sum(part.read_bytes for part in parts),
         take_s=sum(part.take_s for part in parts),

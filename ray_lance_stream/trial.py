@@ -120,8 +120,10 @@ def with_left_out(block: Sifted, policy: ErrorPolicy, ranges: Ranges, rows: Sequ
             both = pa.concat_tables([block.rows, both])
         both = both.take(order)
     where = np.array(places, np.int64)[order]
+    splits, positions = where[:, 0].copy(), where[:, 1].copy()
+    weight = _objects_bytes(both)
     return dataclasses.replace(
-        block, rows=both, splits=where[:, 0].copy(), positions=where[:, 1].copy(), skipped=skipped, nbytes=_nbytes(both)
+        block, rows=both, splits=splits, positions=positions, skipped=skipped, objects_bytes=weight
     )
 
 
@@ -158,18 +160,14 @@ def sifted(rows: Any, context: TransformContext, skipped: tuple[SkippedRow, ...]
         rows=rows,
         splits=context.splits,
         positions=context.positions,
-        nbytes=_nbytes(rows),
+        objects_bytes=_objects_bytes(rows),
         skipped=skipped,
     )
 
 
-def _nbytes(rows: Any) -> int:
-    return _weight(rows) if isinstance(rows, list) else rows.nbytes
-
-
-def _weight(rows: list[Any]) -> int:
-    """Estimates the bytes of a list of objects from a few of them, as pickle would write them."""
-    if not rows:
+def _objects_bytes(rows: Any) -> int:
+    """Estimates the bytes of a list of objects from a few of them, as pickle would write them; 0 for a table."""
+    if not isinstance(rows, list) or not rows:
         return 0
     sample = rows[:: max(1, len(rows) // _SAMPLE)][:_SAMPLE]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import pickle
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import pytest
 
 from ray_lance_stream import LanceStream, PrefetchConfig
 from ray_lance_stream.reader import FIRST_BLOCK_BYTES
+from ray_lance_stream.sifting import joined
+from ray_lance_stream.transform import TransformContext
+from ray_lance_stream.trial import sifted
 
 MIB = 1024 * 1024
 ROWS, WIDTH, PAYLOAD, SPLITS = 200_000, 64, 1024, 8  # 250 MiB
@@ -142,3 +146,13 @@ def test_rows_that_suddenly_grow_overshoot_by_the_blocks_being_built(uri: str) -
 
 def test_the_table_is_several_times_the_budget(uri: str) -> None:
     assert sum(path.stat().st_size for path in Path(uri).rglob("*.lance")) > 3 * BUDGET
+
+
+@pytest.mark.parametrize("rows", [pa.table({"id": np.arange(100)}), [b"x" * 1000] * 100], ids=["table", "objects"])
+def test_a_block_weighs_what_it_says_of_its_rows_as_well(rows: Any) -> None:
+    """What goes through the object store with narrow rows is to no small part which rows they are."""
+    places = np.arange(100)
+    context = TransformContext(epoch=0, row_numbers=places, splits=places, positions=places, seed=1)
+    block = sifted(rows, context)
+    assert block.nbytes >= len(pickle.dumps(rows)) * 0.5 + 2 * places.nbytes
+    assert joined([block, block]).nbytes == pytest.approx(2 * block.nbytes, rel=0.01)
