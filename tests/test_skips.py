@@ -124,7 +124,7 @@ def test_a_replaced_row_keeps_its_place(tables: Tables) -> None:
         ({"id": -1, "double": 0, "more": 1}, r"adds the column 'more'"),
         ({"id": "x", "double": 0}, r"Column 'id' does not fit.*string is no int64"),
         ({"id": 1.5, "double": 0}, r"Column 'id' does not fit"),
-        ({"id": object(), "double": 0}, r"cannot be stored"),
+        ({"id": object, "double": 0}, r"cannot be stored"),
         (None, r"lacks the column"),
         ([9, 9], r"lacks the column"),
     ],
