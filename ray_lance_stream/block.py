@@ -18,7 +18,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from ray_lance_stream.cachedtable import cached
 from ray_lance_stream.columns import cast_to
+from ray_lance_stream.diskcache import CacheSpec
 from ray_lance_stream.errors import TransformError, explain
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.origins import numbered
@@ -53,6 +55,7 @@ class BlockRecipe:
         transform: What is done to the rows. A ``RowTransform`` makes objects of them.
         policy: What happens to rows that fail; with one, blocks say which rows they hold (``sifting.Sifted``).
         plan: The user's rows in splits, for the order "plan".
+        cache: Where the node keeps files of the table; None for nowhere.
     """
 
     table: TableRef
@@ -60,6 +63,7 @@ class BlockRecipe:
     transform: Transform | None = None
     policy: ErrorPolicy | None = None
     plan: UserPlan | None = field(default=None, repr=False)
+    cache: CacheSpec | None = None
 
 
 @dataclass(kw_only=True)
@@ -80,6 +84,7 @@ class BlockBuilder:
         self._tables: Recent[int, ReadableTable] = Recent(_OPEN_VERSIONS)
         self._plans: Recent[str, Plan] = Recent(_OPEN_PLANS)
         self._rows_in_transform = 0
+        self.rows_kept = 0  # read from the node's disk
         self._count_lock = threading.Lock()
 
     def open_plan(self, spec: PlanSpec, deadly: Sequence[SkippedRow] = ()) -> tuple[PlanHandle, IntArray | None]:
@@ -292,6 +297,14 @@ class BlockBuilder:
             with self._count_lock:
                 self._rows_in_transform -= rows
 
+    def _opened(self, version: int) -> ReadableTable:
+        table, spec = self._recipe.table.open(version), self._recipe.cache
+        return table if spec is None else cached(table, self._recipe.table, spec, self._count_kept)
+
+    def _count_kept(self, rows: int) -> None:
+        with self._count_lock:
+            self.rows_kept += rows
+
     def warm_up(self, version: int) -> None:
         """Opens a version of the table and reads a few rows all over it, so that its files' footers are loaded."""
         table = self.open_table(version)
@@ -305,7 +318,7 @@ class BlockBuilder:
             OSError: It could not be opened because of the storage: the driver has opened it, so this may pass.
         """
         try:
-            return self._tables.get(version, lambda: self._recipe.table.open(version))
+            return self._tables.get(version, lambda: self._opened(version))
         except CannotOpenError as error:
             if error.may_pass:
                 raise OSError(str(error)) from error.__cause__

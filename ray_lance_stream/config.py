@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from ray_lance_stream.diskcache import CacheSpec
 from ray_lance_stream.errors import ConfigError, MissingStateError, StateMismatchError, explain, shown
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import OrderSpec, TableIdentity, require_int
@@ -46,6 +48,12 @@ class PrefetchConfig:
         placement_timeout_s: How long to wait for the first prefetcher to start.
         idle_timeout_s: After so long without a living consumer the stream's actors end by themselves.
         retry_window_s: How long a block is asked for again after losses before that is an error.
+        cache_bytes: Most bytes of the table's files that each node keeps on a disk of its own, for all that read there;
+            0 for none. For storage that is far away: the files of fragments that are read are fetched whole, once for a
+            node, and read from there from then on. What fits is kept; the rest is read from the storage as before.
+            Credentials are not kept, rows are: give a directory that only this user can read.
+        cache_dir: The directory for it, on a fast disk; it outlives the run, and a later one finds it. By default one
+            among the system's temporary ones.
         shrink_after_s: With ``num_actors=(min, max)``: how long buffers must have been full before prefetchers end.
             Doubles, up to ten minutes, whenever those that ended were needed again.
     """
@@ -61,6 +69,8 @@ class PrefetchConfig:
     idle_timeout_s: float = 60.0
     retry_window_s: float = 60.0
     shrink_after_s: float = 30.0
+    cache_bytes: int = 0
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_actors, tuple):
@@ -69,6 +79,16 @@ class PrefetchConfig:
             require_int("num_actors", self.num_actors, minimum=1, remedy="pass 1 or more prefetchers, or (min, max)")
         for name in ("max_buffer_bytes", "block_bytes"):
             require_int(name, getattr(self, name), minimum=1, maximum=2**62, remedy="pass a number of bytes")
+        require_int("cache_bytes", self.cache_bytes, minimum=0, maximum=2**62, remedy="pass a number of bytes, or 0")
+        if self.cache_dir is not None and not (isinstance(self.cache_dir, str) and os.path.isabs(self.cache_dir)):
+            raise ConfigError(
+                explain(
+                    "cache_dir is not valid",
+                    found=shown(self.cache_dir),
+                    expected="the absolute path of a directory on each node",
+                    remedy="pass one as a string, or leave it out",
+                )
+            )
         _require_number("num_cpus", self.num_cpus, least=0)
         for name in ("placement_timeout_s", "idle_timeout_s", "retry_window_s", "shrink_after_s"):
             _require_number(name, getattr(self, name), least=0.1)
@@ -76,6 +96,11 @@ class PrefetchConfig:
         _require_mapping("label_selector", self.label_selector, "strings by label", lambda v: isinstance(v, str))
         if self.runtime_env is not None:
             _require_mapping("runtime_env", self.runtime_env, "fields of a Ray runtime environment", lambda _: True)
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        """Where nodes keep files of the table, if they do."""
+        return CacheSpec(directory=self.cache_dir, max_bytes=self.cache_bytes) if self.cache_bytes else None
 
     @property
     def min_actors(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import mmap
 import os
@@ -206,7 +207,11 @@ class StreamingDataset(IterableDataset[Any]):
         )
         self._epoch_given = epoch
         self._worker_info_override = worker_info_override
-        self._source = RowSource(config, recipe, num_threads=threads if transform is not None else 2)
+        self._source = RowSource(
+            config,
+            dataclasses.replace(recipe, cache=config.prefetch.cache),
+            num_threads=threads if transform is not None else 2,
+        )
         agreement = agreement_of(coordinator, world_size)
         self._coordinated = agreement is not None
         self._rows: RowStream | PackedStream

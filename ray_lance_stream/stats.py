@@ -128,6 +128,8 @@ class PrefetcherStats:
         take_s: Seconds of reading, of all blocks; it builds two at a time.
         transform_s: Seconds of the transform, likewise.
         building: Blocks it is building now.
+        rows_kept: Rows it read from its node's disk instead of the storage (``PrefetchConfig.cache_bytes``). Far fewer
+            than ``rows`` in a second epoch: the cache is smaller than the table.
         busy_share: The part of the time it had a block to build lately, 0 to 1. All near 1 while trainers wait: more
             prefetchers help, if there are cores for them.
         busy_s_per_row: Seconds it needs for a row lately, building as many blocks at a time as it does; 0 where it
@@ -144,6 +146,7 @@ class PrefetcherStats:
     take_s: float = 0.0
     transform_s: float = 0.0
     building: int = 0
+    rows_kept: int = 0
     busy_share: float = 0.0
     busy_s_per_row: float = 0.0
     take_share: float = 0.0

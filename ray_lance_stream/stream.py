@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import uuid
@@ -227,7 +228,7 @@ class LanceStream:
             skip_steps=skipped,
         )
         dumps: Any = cloudpickle.dumps  # untyped
-        self._recipe = pickled(recipe, dumps)
+        self._recipe = pickled(dataclasses.replace(recipe, cache=self._config.prefetch.cache), dumps)
         self._table_text = str(ref)
         self._tag: str | None = None
         if protect_version is not False:

@@ -46,6 +46,7 @@ class PinnedTable:
         identity: What the version is, wherever it lies.
         num_rows: Live rows.
         schema: Of all columns as ``take`` gives them: blob columns are ``large_binary``.
+        has_blobs: Whether a column is, or holds, blobs.
     """
 
     def __init__(self, dataset: lance.LanceDataset, ref: Source) -> None:
@@ -74,6 +75,7 @@ class PinnedTable:
         # Columns that are, or hold, blobs: there a plain take gives descriptors instead of bytes.
         plain = dataset.scanner().projected_schema
         self._blobs = {f.name for f in self.schema if f.type != plain.field(f.name).type}
+        self.has_blobs = bool(self._blobs)
         self.identity = TableIdentity(
             version=self.version, fingerprint=fingerprint(fragments, dataset.lance_schema.fields())
         )
@@ -83,6 +85,16 @@ class PinnedTable:
 
     def __repr__(self) -> str:
         return f"PinnedTable({self._ref.name!r}, version={self.version}, num_rows={self.num_rows})"
+
+    @property
+    def dataset(self) -> lance.LanceDataset:
+        """The version, open."""
+        return self._dataset
+
+    @property
+    def fragment_rows(self) -> NDArray[np.int64]:
+        """Live rows of each fragment, in the order of row numbers."""
+        return self._physical_rows - self._deletions
 
     @property
     def tags(self) -> Any:
@@ -217,7 +229,7 @@ class PinnedTable:
 
     def _take_by_fragment(self, rows: NDArray[np.int64], paths: list[str]) -> pa.Table:
         """Reads each fragment's share: where row ids are stable Lance takes no addresses."""
-        starts = np.cumsum([0, *(self._physical_rows - self._deletions)])
+        starts = np.cumsum([0, *self.fragment_rows])
         cuts = np.searchsorted(rows, starts)
         shares = [
             (fragment, (rows[begin:end] - start).tolist())

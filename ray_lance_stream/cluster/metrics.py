@@ -46,6 +46,10 @@ PREFETCHER_COUNTERS: Final[Mapping[str, tuple[str, Callable[[Workload], float]]]
     "built_blocks": ("Blocks that prefetchers built.", lambda w: w.blocks),
     "built_rows": ("Rows of them.", lambda w: w.rows),
     "built_bytes": ("Bytes of them.", lambda w: w.num_bytes),
+    "kept_rows": (
+        "Rows read from the node's disk: PrefetchConfig.cache_bytes.",
+        lambda w: w.rows_kept,
+    ),
     "take_seconds": ("Seconds of reading; a prefetcher builds two blocks at a time.", lambda w: w.take_s),
     "transform_seconds": ("Seconds of the transform, likewise.", lambda w: w.transform_s),
     "busy_seconds": ("Seconds in which a prefetcher had a block to build.", lambda w: w.busy_s),

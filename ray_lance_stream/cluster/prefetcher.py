@@ -82,6 +82,7 @@ class Prefetcher:
             transform_s=built["transform_s"],
             busy_s=self._busy.total_s(time.monotonic()),
             building=self._busy.blocks,
+            rows_kept=self._builder.rows_kept,
         )
         self._metrics.tell(workload, run, stream)
         return workload

@@ -28,6 +28,7 @@ class Workload:
         transform_s: Transforming, of all blocks.
         busy_s: Time in which it had at least one block to build.
         building: Blocks it is building.
+        rows_kept: Rows it read from its node's disk.
     """
 
     node: str
@@ -39,6 +40,7 @@ class Workload:
     transform_s: float = 0.0
     busy_s: float = 0.0
     building: int = 0
+    rows_kept: int = 0
 
 
 class ConsumerSeen(Protocol):
@@ -155,6 +157,7 @@ class Sightings:
             take_s=now.take_s,
             transform_s=now.transform_s,
             building=now.building,
+            rows_kept=now.rows_kept,
             busy_share=min(1.0, busy_s / span_s) if span_s > 0 else 0.0,
             busy_s_per_row=busy_s / rows if rows else 0.0,
             take_share=take_s / built_s if built_s > 0 else 0.0,

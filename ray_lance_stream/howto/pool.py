@@ -36,6 +36,10 @@ when buffers have been full for ``shrink_after_s``:
   part. More of it covers longer pauses of the pool. It makes nothing faster that is slow all the time.
 * Large objects that are slow to read one by one, as on object storage, are read faster in larger runs:
   ``shuffle_clump_size`` shuffles so many neighbouring rows as one, and mixes less.
+* Where storage is far away and nodes have fast disks, each can keep what it reads: ``PrefetchConfig(cache_bytes=500 <<
+  30, cache_dir="/nvme/streams")``. The files of fragments that are read are fetched whole, once for a node, as far as
+  they fit, and a later epoch, or run, reads them there. ``rows_kept`` of ``stream.stats().prefetchers`` beside ``rows``
+  says how much that was. The first epoch takes longer by the fetching, so it is for tables that are read again.
 
 While ``fit()`` runs, ``stream.where()`` on the driver tells how many prefetchers there were from when on.
 """
