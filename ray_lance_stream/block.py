@@ -42,6 +42,7 @@ T = TypeVar("T")
 _OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
+_SLOW_PROBE_S: Final = 0.1  # below it, what a first call costs more says nothing wrong of the pace
 _MOST_PROBE_ROWS: Final = 4096  # where the first rows all fail
 
 
@@ -101,17 +102,18 @@ class BlockBuilder:
             OSError: The storage; without the values of ``storage_options``.
         """
 
-        def opened() -> tuple[PlanHandle, IntArray | None, pa.Table]:
+        def opened() -> tuple[PlanHandle, IntArray | None, pa.Table, float]:
             handle, matching = self._counted(spec)
             plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, matching))
-            return handle, matching, self._probe(plan, handle.num_rows, matching, deadly)
+            return handle, matching, *self._probe(plan, handle.num_rows, matching, deadly)
 
-        handle, matching, probe = self._reading(opened)
+        handle, matching, probe, row_s = self._reading(opened)
         bytes_per_row = max(1.0, probe.nbytes / max(1, probe.num_rows))
         replacement = None if self._recipe.policy is None else self._recipe.policy.replacement
         if replacement is not None and self._fixes_schema:
             replacements(replacement, 1, probe.schema)  # checks it
-        return dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row), matching
+        found = dataclasses.replace(handle, schema=probe.schema, bytes_per_row=bytes_per_row, transform_s_per_row=row_s)
+        return found, matching
 
     def count_plan(self, spec: PlanSpec, factor: int) -> tuple[tuple[PlanHandle, Ranges], IntArray | None]:
         """As :meth:`open_plan`, without building a row.
@@ -201,31 +203,38 @@ class BlockBuilder:
         epoch = plan.spec.epoch if order.is_listed_per_epoch else 0  # the list at hand; a table's types do not change
         return Plan(PlanSpec(table=plan.spec.table, order=order, epoch=epoch), num_rows, matching)
 
-    def _probe(self, plan: Plan, num_rows: int, matching: IntArray | None, deadly: Sequence[SkippedRow]) -> pa.Table:
-        """The first rows of epoch 0: they fix the schema, the same at any resume and world size."""
+    def _probe(
+        self, plan: Plan, num_rows: int, matching: IntArray | None, deadly: Sequence[SkippedRow]
+    ) -> tuple[pa.Table, float]:
+        """The first rows of epoch 0, which fix the schema, the same at any resume and world size; and the pace."""
         first = self._first_plan(plan, num_rows, matching)
         splits, cycles = _probed(first)
         if not self._fixes_schema:
             ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=cycles)
-            return self._table(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns)
+            return self._table(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns), 0.0
         start = 0
         while True:
             ranges = Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles)
             here = [row for row in deadly if ranges.holds(row.split, row.position)]
-            block, _ = self._build(first, ranges, here)
+            block, stats = self._build(first, ranges, here)
+            row_s = stats.transform_s / max(1, stats.rows)
+            if stats.transform_s > _SLOW_PROBE_S:  # it may have been what only a first call does
+                fewer = Ranges(first_split=0, num_splits=1, start=start, stop=start + 1)
+                _, again = self._build(first, fewer, [row for row in here if fewer.holds(row.split, row.position)])
+                row_s = min(row_s, again.transform_s)
             table = block.rows if isinstance(block, Sifted) else block
             assert isinstance(table, pa.Table)
             start, left = start + cycles, first.layout.rows_per_split - start - cycles
             replaced = sum(row.replaced for row in block.skipped) if isinstance(block, Sifted) else 0
             if table.num_rows > replaced:  # what stands in for rows does not say what these look like
-                return table
+                return table, row_s
             if left <= 0 or start * splits >= _MOST_PROBE_ROWS:
                 assert isinstance(block, Sifted)
                 known = self._known_schema(plan)
                 if known is not None:
-                    return pa.Table.from_batches([], schema=known)
+                    return pa.Table.from_batches([], schema=known), row_s
                 if replaced:
-                    return table
+                    return table, row_s
                 raise TransformError(
                     explain(
                         f"the transform failed on each of the first {start * splits} rows",

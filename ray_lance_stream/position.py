@@ -66,7 +66,7 @@ class Position:
                     "the state was not taken at the end of a cycle",
                     found="splits with different numbers of consumed rows",
                     expected="the same number for every split",
-                    remedy="take the state at a step boundary",
+                    remedy="take the state at a step boundary; states of several ranks are to be merged first",
                 )
             )
         skipped = state.positions != state.samples

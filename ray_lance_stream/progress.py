@@ -17,7 +17,8 @@ logger = logging.getLogger("ray_lance_stream")
 SWITCH: Final = "RAY_LANCE_STREAM_PROGRESS"  # environment: 0 shows none, whatever the program says
 _LOOK_EVERY_S: Final = 0.5
 _LOG_EVERY_S: Final = 10.0
-_BAR: Final = 24  # characters
+_ASK_AFTER_S: Final = 5.0  # without workers, why there are none
+_BAR, _LEAST_BAR = 24, 6  # characters
 _LEAST_COLUMNS: Final = 60  # narrower, and a line that is written again tells nothing
 _CLEAR: Final = "\r\x1b[K"
 
@@ -27,6 +28,7 @@ class Progress:
 
     Args:
         stats_of: Returns what the run does.
+        lacking: Returns what there is no room for, where workers are not started; None where that is not known.
         epochs: How many epochs it has, if that is known.
         out: Where to write.
         log_every_s: Where ``out`` is no terminal: seconds between two lines.
@@ -35,18 +37,23 @@ class Progress:
     def __init__(
         self,
         stats_of: Callable[[], StreamStats],
+        lacking: Callable[[], str | None] = lambda: None,
         *,
         epochs: int | None = None,
         out: TextIO | None = None,
         log_every_s: float = _LOG_EVERY_S,
     ) -> None:
         self._stats_of = stats_of
+        self._lacking = lacking
         self._epochs = epochs
         self._out = sys.stderr if out is None else out
         self._log_every_s = log_every_s
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         self._last: StreamStats | None = None  # with workers in it
+        self._without_since: float | None = None  # when there were no workers first
+        self._asked_at = float("-inf")  # what they wait for
+        self._reason: str | None = None
         self._num_steps = 0  # of an epoch
 
     def __enter__(self) -> Progress:
@@ -69,7 +76,8 @@ class Progress:
             while not self._done.wait(_LOOK_EVERY_S):
                 now = time.monotonic()
                 if is_terminal:
-                    self._write(f"{_CLEAR}{self.line(self._stats_of(), with_bar=True)[: _columns() - 1]}")
+                    columns = _columns() - 1
+                    self._write(f"{_CLEAR}{self.line(self._stats_of(), columns=columns)[:columns]}")
                 elif now - written_at >= self._log_every_s:
                     written_at = now
                     self._write(f"{now - began:5.0f} s  {self.line(self._stats_of())}\n")
@@ -77,7 +85,7 @@ class Progress:
             if not last.ranks:
                 last = self._last or last  # its actors have ended
             if last.ranks:
-                line = self.line(last, with_bar=is_terminal)
+                line = self.line(last, columns=_columns() - 1 if is_terminal else None)
                 self._write(f"{_CLEAR}{line}\n" if is_terminal else f"{time.monotonic() - began:5.0f} s  {line}\n")
             elif is_terminal:
                 self._write(_CLEAR)
@@ -88,25 +96,25 @@ class Progress:
         self._out.write(text)
         self._out.flush()
 
-    def line(self, stats: StreamStats, *, with_bar: bool = False) -> str:
+    def line(self, stats: StreamStats, *, columns: int | None = None) -> str:
         """Returns what is shown of a run; one without workers stands where it was seen last.
 
         Args:
             stats: The run.
-            with_bar: Whether to draw how much is done.
+            columns: Of a terminal, where a bar is drawn in what else would stay empty.
         """
         seen = stats if stats.ranks else self._last
         if seen is None:
-            return "starting workers"
+            return self._without_workers("starting")
         if stats.ranks:
-            self._last = stats
+            self._last, self._without_since = stats, None
         epoch, step = seen.epoch_and_step
         num_steps = self._num_steps = max(rank.num_steps for rank in seen.ranks) or self._num_steps
-        parts = [f"epoch {epoch}{_of(self._epochs)}, step {step}{_of(num_steps)}"]
-        if with_bar and num_steps:
-            parts.insert(0, self._bar(epoch, step, num_steps))
+        over = epoch == self._epochs
+        parts = [f"all {_plural(epoch, 'epoch')}" if over else f"epoch {epoch}, step {step}{_of(num_steps)}"]
         if not stats.ranks:
-            return "  ".join([*parts, "restarting workers"])
+            parts.append(self._without_workers("restarting"))
+            return "  ".join(self._share(epoch, step, num_steps, parts, columns))
         parts += [
             f"{seen.rows_per_s:,.0f} rows/s",
             f"{seen.wait_share:.0%} waiting",
@@ -115,15 +123,32 @@ class Progress:
         ]
         if seen.restarts:
             parts.append(_plural(seen.restarts, "restart"))
-        return "  ".join(parts)
+        return "  ".join(self._share(epoch, step, num_steps, parts, columns))
 
-    def _bar(self, epoch: int, step: int, num_steps: int) -> str:
+    def _without_workers(self, doing: str) -> str:
+        """Says for how long, and after some time why."""
+        now = time.monotonic()
+        if self._without_since is None:
+            self._without_since, self._reason = now, None
+        waited_s = now - self._without_since
+        if waited_s > _ASK_AFTER_S and now - self._asked_at > _ASK_AFTER_S:
+            self._asked_at, self._reason = now, self._lacking()
+        return f"{doing} workers, {waited_s:.0f} s" + (f": {self._reason}" if self._reason else "")
+
+    def _share(self, epoch: int, step: int, num_steps: int, parts: list[str], columns: int | None) -> list[str]:
+        """Puts in front how much is done: of the run, or of the epoch if the run's length is not known."""
+        if not num_steps or (columns is None and self._epochs is None):
+            return parts
         done, whole = (
             (step, num_steps) if self._epochs is None else (epoch * num_steps + step, self._epochs * num_steps)
         )
         share = min(1.0, done / max(1, whole))
-        filled = int(share * _BAR)
-        return f"{share:4.0%} [{'#' * filled}{'.' * (_BAR - filled)}]"
+        text = f"{share:4.0%}"
+        room = 0 if columns is None else min(_BAR, columns - len("  ".join([text, *parts])) - len(" []"))
+        if room >= _LEAST_BAR:
+            filled = int(share * room)
+            text += f" [{'#' * filled}{'.' * (room - filled)}]"
+        return [text, *parts]
 
 
 def _columns() -> int:

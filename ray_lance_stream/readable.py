@@ -148,8 +148,8 @@ def check_identity(table: ReadableTable, expected: TableIdentity, source: Source
         raise StateMismatchError(
             explain(
                 "table differs: the version of that number holds other data",
-                found=f"{source} version {table.version}, {table.identity.fingerprint}",
-                expected=f"{expected.fingerprint}, as when the stream or its state was made",
+                found=f"table {source.name!r}, version {table.version}, with fingerprint {table.identity.fingerprint}",
+                expected=f"fingerprint {expected.fingerprint}, as when the stream or its state was made",
                 remedy="point the stream to the original table (a copied or moved one will do); "
                 "if it was dropped and created anew, start a new run",
             ),
@@ -176,7 +176,7 @@ def bad_filter(filter: str, error: Exception, source: Source, schema: pa.Schema)
     return ConfigError(
         explain(
             f"filter {filter!r} does not work on table {source.name!r}",
-            found=_RUST_PLACE.sub("", source.without_secrets(str(error))),
+            found=_RUST_PLACE.sub("", source.without_secrets(str(error))).rstrip(". "),
             expected=f"a SQL condition on the columns {listed(schema.names)}",
             remedy="correct the filter" + (strings if has_double_quotes(filter) else ""),
         )

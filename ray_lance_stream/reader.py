@@ -48,8 +48,8 @@ class Pace:
     for its first row, and as much would be done again after a prefetcher died.
     """
 
-    def __init__(self) -> None:
-        self._row_s = 0.0
+    def __init__(self, row_s: float) -> None:
+        self._row_s = row_s
 
     @property
     def most_rows(self) -> float:
@@ -94,7 +94,7 @@ class BlockReader:
         self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
         first = max(FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
         self._next_bytes = min(float(first), self._largest_bytes)
-        self._pace = Pace()
+        self._pace = Pace(handle.transform_s_per_row)
         self._until = start_cycle  # first cycle that nobody waits for
         self._any_arrived = False
         self.interrupted = self._dispatcher.interrupted

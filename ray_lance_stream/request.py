@@ -71,6 +71,7 @@ class PlanHandle:
             into them; else None.
         schema: Schema of every block, fixed by the first rows of epoch 0.
         bytes_per_row: First guess of a transformed row's size.
+        transform_s_per_row: First guess of how long the transform takes for a row; 0 if nothing is known.
         surplus_rows: Rows left out that ``num_rows`` does not count: what a list leaves out of itself.
         with_rows: Whether blocks say which rows of the table theirs are; see ``origins``.
     """
@@ -80,5 +81,6 @@ class PlanHandle:
     matching_rows: Any
     schema: pa.Schema
     bytes_per_row: float
+    transform_s_per_row: float = 0.0
     surplus_rows: int = 0
     with_rows: bool = False

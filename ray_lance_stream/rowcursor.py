@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
@@ -113,6 +113,9 @@ def check_place(state: StreamState, saved: Mapping[str, Any], replica: Replica) 
                 remedy="merge the states of all ranks, taken after the same batch, with merge_state_dicts",
             )
         )
+    if "provenance" not in saved and (whose := _splits_ahead(samples)) is not None:
+        _check_own(samples, whose, replica)
+        return
     ranks = [Replica(dp_rank=r, dp_size=replica.dp_size).owned_splits(len(samples)) for r in range(replica.dp_size)]
     # As cycles: where ranks own unequally many splits, so do their batches differ in size.
     cycles = [Fraction(sum(samples[split] for split in owned), len(owned)) for owned in ranks]
@@ -129,5 +132,33 @@ def check_place(state: StreamState, saved: Mapping[str, Any], replica: Replica) 
                 expected="as many by each, or every split with the same number",
                 remedy="continue it at the number of ranks it was taken at, or on one rank; or take states when every "
                 "split has given the same number of rows (a batch size that is a multiple of the splits a rank owns)",
+            )
+        )
+
+
+def _splits_ahead(samples: Sequence[int]) -> range | None:
+    """Returns the splits of which alone a state of ``lancedb.streaming`` knows, None if it knows of all.
+
+    Within a rank splits are never further than a row from each other, whatever is skipped. One rank's own state has its
+    splits, which are neighbours, ahead of all others, which stand where they stood when it began.
+    """
+    low, high = min(samples), max(samples)
+    if high - low < 2:
+        return None
+    ahead = [split for split, count in enumerate(samples) if count > low]
+    whose = range(ahead[0], ahead[-1] + 1)
+    return whose if len(whose) == len(ahead) and all(samples[split] >= high - 1 for split in whose) else None
+
+
+def _check_own(samples: Sequence[int], whose: range, replica: Replica) -> None:
+    mine = replica.owned_splits(len(samples))
+    if mine != whose:
+        raise StateError(
+            explain(
+                "the state is that of one rank: it does not say which rows the others gave",
+                found=f"{max(samples)} rows given by each of splits {whose.start} to {whose.stop - 1}, "
+                f"{min(samples)} by each of the others",
+                expected=f"a state of all ranks, or one of the rank that has splits {mine.start} to {mine.stop - 1}",
+                remedy="merge the states of all ranks, taken after the same batch, with merge_state_dicts",
             )
         )

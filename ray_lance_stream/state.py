@@ -174,7 +174,8 @@ class StreamState:
                     found="no provenance, as lancedb.streaming writes it",
                     expected="a state of ray_lance_stream" if of is None else "a stream with order='lancedb'",
                     remedy="continue it with order='lancedb', in which it was taken; other orders cannot. On the "
-                    "command line say what it belongs to: ray-lance-stream convert IN OUT --uri URI --table TABLE ...",
+                    "command line say what it belongs to: ray-lance-stream convert IN OUT --to state-dict --uri URI "
+                    "--table TABLE ...",
                 )
             )
         read = cls._of_foreign(state, of)
@@ -183,7 +184,7 @@ class StreamState:
             "this state of lancedb.streaming does not say what it was taken from. Its num_splits, seed and epoch are "
             "checked. Not checked: that it was taken from version %d of the table, with filter %r, shuffle=%s and "
             "shuffle_clump_size=%d, as it is continued now. If the table has changed since, check out the version it "
-            "had, or pass version=",
+            "had, or pass version= to LanceStream",
             *(of.table.version, order.filter, order.shuffle, order.shuffle_clump_size),
         )
         return read

@@ -355,7 +355,9 @@ class LanceStream:
             >>> with stream.progress(epochs=12):
             ...     trainer.fit()
         """
-        return Progress(self.stats, epochs=epochs)
+        from ray_lance_stream.cluster.room import lacking
+
+        return Progress(self.stats, lacking, epochs=epochs)
 
     def close(self) -> None:
         """Ends everything this stream started on the cluster this process is connected to, at once."""

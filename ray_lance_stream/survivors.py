@@ -112,7 +112,7 @@ class SurvivorReader:
         self._bytes_per_row = handle.bytes_per_row
         self._next_bytes = float(min(FIRST_BLOCK_BYTES, read_ahead.block_bytes))
         self.interrupted = self._dispatcher.interrupted
-        self._pace = Pace()
+        self._pace = Pace(handle.transform_s_per_row)
         self.skips = SkipLog()
         self.read_bytes = 0
         self.take_s = self.transform_s = 0.0

@@ -57,8 +57,9 @@ def stream_verdict(ranks: Sequence[RankStats], prefetchers: Sequence[PrefetcherS
             f"{_percent(busy)} of the time; raise PrefetchConfig(max_buffer_bytes=...)"
         )
     return (
-        f"{said}; the prefetchers are busy only {_percent(busy)} of the time: batches are late at the start of an "
-        "epoch, on the network, or in the conversion on the trainers; raise prefetch_batches and block_bytes"
+        f"{said}; the prefetchers are busy only {_percent(busy)} of the time{_most_of_it(working)}: batches are late at "
+        "the start of an epoch, on the network, or in the conversion on the trainers; have more of them made ahead "
+        "(iter_torch_batches(prefetch_batches=...)), or make epochs longer"
     )
 
 
@@ -111,6 +112,15 @@ def _building(rows_per_s: float, waits: float, working: Sequence[PrefetcherStats
         return f"{what} is the limit, though {len(working)} prefetchers should do: their nodes or blocks are uneven"
     least = "at least " if waits > _MOST_SHARE else ""
     return f"{what} is the limit; {least}{more} more prefetcher{'s' * (more > 1)} would hide it, given cores for them"
+
+
+def _most_of_it(working: Sequence[PrefetcherStats]) -> str:
+    """Says what makes blocks late that few prefetchers have to build."""
+    busy = [p for p in working if p.busy_share > _WAITS]
+    if not busy:
+        return ""
+    take = sum(p.take_share * p.busy_share for p in busy) / sum(p.busy_share for p in busy)
+    return f" ({'mostly with reading' if take >= 0.5 else 'mostly in the transform'})"
 
 
 def _slow_prefetcher(working: Sequence[PrefetcherStats]) -> str | None:

@@ -123,6 +123,7 @@ ORDER = (
     "cluster.source",
     "cluster.session",
     "cluster.overview",
+    "cluster.room",
     "cluster.joining",
     "rowsource",
     "dataset",

@@ -33,16 +33,46 @@ class Terminal(io.StringIO):
 
 def test_the_line_follows_the_slowest_rank_and_survives_a_restart() -> None:
     progress = Progress(StreamStats, epochs=4)
-    assert progress.line(StreamStats()) == "starting workers"
-    assert progress.line(stats((1, 3), (1, 2)), with_bar=True) == (
-        " 30% [#######.................]  epoch 1/4, step 2/10  1,200 rows/s  10% waiting  2 workers  1 prefetcher"
-    )
-    assert progress.line(stats()) == "epoch 1/4, step 2/10  restarting workers"
-    assert progress.line(stats((1, 0), restarts=1)).startswith("epoch 1/4, step 0/10  600 rows/s"), "back, and resumed"
-    assert progress.line(stats((1, 0), restarts=1)).endswith("1 worker  1 prefetcher  1 restart")
-    assert (
-        Progress(StreamStats).line(stats((3, 5)), with_bar=True).startswith(" 50% [############............]  epoch 3,")
-    )
+    assert progress.line(StreamStats()) == "starting workers, 0 s"
+    said = "epoch 1, step 2/10  1,200 rows/s  10% waiting  2 workers  1 prefetcher"
+    assert progress.line(stats((1, 3), (1, 2))) == f" 30%  {said}"
+    assert progress.line(stats((1, 3), (1, 2)), columns=150) == f" 30% [#######.................]  {said}"
+    assert progress.line(stats()) == " 30%  epoch 1, step 2/10  restarting workers, 0 s"
+    back = progress.line(stats((1, 0), restarts=1))
+    assert back == " 25%  epoch 1, step 0/10  600 rows/s  0% waiting  1 worker  1 prefetcher  1 restart"
+    assert progress.line(stats((4, 0))).startswith("100%  all 4 epochs  600 rows/s")
+    alone = Progress(StreamStats)
+    assert alone.line(stats((3, 5))).startswith("epoch 3, step 5/10  ")
+    assert alone.line(stats((3, 5)), columns=150).startswith(" 50% [############............]  epoch 3,")
+
+
+@pytest.mark.parametrize(
+    ("columns", "bar"),
+    [(81, " 30% [#.....]  epoch"), (80, " 30%  epoch"), (87, " 30% [###.........]  ")],
+)
+def test_the_bar_gives_way_to_what_is_said(columns: int, bar: str) -> None:
+    line = Progress(StreamStats, epochs=4).line(stats((1, 2)), columns=columns)
+    assert line.startswith(bar) and len(line) <= columns and line.endswith("1 worker  1 prefetcher")
+
+
+def test_a_run_that_gets_no_workers_says_for_how_long_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def lacking() -> str:
+        asked.append(now)
+        return "Ray has no room for 4 x 1 CPU"
+
+    progress = Progress(StreamStats, lacking)
+    said = []
+    for now in range(100, 112):  # noqa: B007 (read by the clock above)
+        said.append(progress.line(StreamStats()))
+    assert said[5] == "starting workers, 5 s"
+    assert said[6] == "starting workers, 6 s: Ray has no room for 4 x 1 CPU"
+    assert len(asked) == 1, "now and then"
+    progress.line(stats((0, 1)))
+    assert progress.line(stats()) == "epoch 0, step 1/10  restarting workers, 0 s"
 
 
 @pytest.fixture

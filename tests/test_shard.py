@@ -33,6 +33,7 @@ from ray_lance_stream.errors import TableVersionError
 from ray_lance_stream.local import LocalLink, LocalSource
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.plan import PlanSpec
+from ray_lance_stream.reader import LONGEST_TRANSFORM_S
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import Whole
 from ray_lance_stream.source import BlockSource
@@ -659,3 +660,40 @@ def test_the_stream_itself_is_a_context_manager_and_pickles(tables: Tables) -> N
         copy = pickle.loads(pickle.dumps(stream))
         assert copy.config == stream.config and "num_splits=4" in repr(copy)
         assert copy.schema.names == ["id", "x", "text"]
+
+
+class Paced:
+    """A transform that takes its time for each row, or only the first time, and notes how many rows it was given."""
+
+    def __init__(self, row_s: float, first_s: float = 0.0) -> None:
+        self.row_s, self.first_s = row_s, first_s
+        self.rows: list[int] = []
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        time.sleep(self.row_s * batch.num_rows + (0 if self.rows else self.first_s))
+        self.rows.append(batch.num_rows)
+        return batch
+
+
+PACED: dict[str, Paced] = {}
+
+
+def paced(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The transform of the test that runs: what is pickled with a stream is another object."""
+    return PACED["now"](batch)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_the_first_block_of_rows_that_take_long_is_small(tables: Tables, on_error: Any) -> None:
+    PACED["now"] = transform = Paced(row_s=0.02)
+    with tables.stream(400, transform=paced, on_transform_error=on_error).open() as shard:
+        next(iter(shard.iter_batches(prefetch_batches=0)))
+    assert max(transform.rows) * transform.row_s <= LONGEST_TRANSFORM_S  # of all 400 it would take 8 s
+    assert max(transform.rows) >= 40
+
+
+def test_a_first_call_that_takes_long_makes_no_block_small(tables: Tables) -> None:
+    PACED["now"] = transform = Paced(row_s=0.0, first_s=0.5)
+    with tables.stream(400, transform=paced).open() as shard:
+        next(iter(shard.iter_batches(prefetch_batches=0)))
+    assert max(transform.rows) == 400

@@ -63,7 +63,7 @@ IDLE = (prefetcher(0, busy_share=0.3), prefetcher(1, busy_share=0.3))
         pytest.param(
             (rank(wait_share=0.3, buffered_bytes=MIB), rank(1, wait_share=0.25, buffered_bytes=MIB)),
             IDLE,
-            "the prefetchers are busy only 30 % of the time: batches are late",
+            "the prefetchers are busy only 30 % of the time (mostly in the transform): batches are late",
             id="neither",
         ),
         pytest.param(

@@ -38,12 +38,13 @@ def status(run: str | None, address: str | None, timeout_s: float, json_output: 
     """
     from ray_lance_stream.cluster.joining import joined
     from ray_lance_stream.cluster.overview import overview
+    from ray_lance_stream.cluster.room import lacking
 
     with joined(address):
         found = overview("", timeout_s)
-    chosen = [stats for stats in found.runs if run is None or run in (stats.run, stats.session)]
-    if not chosen:
-        raise _nothing(run, found)
+        chosen = [stats for stats in found.runs if run is None or run in (stats.run, stats.session)]
+        if not chosen:
+            raise _nothing(run, found, lacking())
     if json_output:
         runs = [dataclasses.asdict(stats) | {"rows_per_s": stats.rows_per_s} for stats in chosen]
         click.echo(text.as_json({"runs": runs, "silent": found.silent}))
@@ -53,15 +54,17 @@ def status(run: str | None, address: str | None, timeout_s: float, json_output: 
             click.echo(f"\n{session}: its coordinator does not answer, or is just being started again")
 
 
-def _nothing(run: str | None, found: Overview) -> MissingStateError:
+def _nothing(run: str | None, found: Overview, lacking: str | None) -> MissingStateError:
     silent = f", and {', '.join(found.silent)}, which did not answer" if found.silent else ""
     names = sorted({stats.run or stats.session for stats in found.runs})
     return MissingStateError(
         explained(
             "no stream is running here" if run is None else f"no run {text.printable(run)!r} is here",
-            found=(text.printable(", ".join(names)) or "no run") + silent,
-            expected="a run whose training workers have started" if run is None else "the name of one of those",
-            remedy="wait for the run to start, or look at another cluster with --address",
+            found=(text.printable(", ".join(names)) or "no run") + silent + (f"; {lacking}" if lacking else ""),
+            expected="a run whose training workers have started"
+            + ("" if run is None else ", which knows its name from then on"),
+            remedy="wait for the run to start; look at another cluster with --address; or, if it has ended, at where "
+            "it stood: ray-lance-stream inspect RUN_DIRECTORY",
         )
     )
 

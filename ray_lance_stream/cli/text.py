@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -36,7 +38,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequenc
     Those give way where the table is wider than the terminal: they are cut, the widest first.
     """
     widths = _widths(header, rows)
-    for _ in range(max(0, table_width(header, rows) - width())):
+    # What a program reads, or a file keeps, has no width.
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    for _ in range(max(0, table_width(header, rows) - width()) if known else 0):
         widest = max(left, key=lambda i: widths[i], default=None)
         if widest is None or widths[widest] <= _LEAST_WIDTH:
             break

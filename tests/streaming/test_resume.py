@@ -113,6 +113,26 @@ def test_states_of_lancedbs_ranks_are_merged_as_it_does(table_of: OpenTable) -> 
         OURS.dataset.merge_state_dicts([saved(apart[0].state_dict()), saved(other)])
 
 
+def test_each_rank_goes_on_with_what_lancedbs_loader_saved_on_it(table_of: OpenTable) -> None:
+    """Which says of the others only where they began. On another rank, or on one, it is not all that is needed."""
+    table = table_of(211)
+    datasets = LANCEDB.open(table, 2, **SHUFFLED)
+    states = []
+    for dataset in datasets:
+        batch_ids(LANCEDB.loader(dataset, batch_size=4), 10)
+        states.append(saved(dataset.state_dict()))
+    assert [sorted(counts(state)) for state in states] == [[2, 2, 20, 20]] * 2, "what makes them hard to tell"
+    expected = [flat(batch_ids(LANCEDB.loader(each, batch_size=4))) for each in LANCEDB.open(table, 2, **SHUFFLED)]
+    for rank, state in enumerate(states):
+        dataset = OURS.dataset(table, num_splits=4, rank=rank, world_size=2, **SHUFFLED)
+        dataset.load_state_dict(state)
+        assert flat(batch_ids(OURS.loader(dataset, batch_size=4))) == expected[rank][40:]
+        others = OURS.open(table, 2, **SHUFFLED)[1 - rank], OURS.one(table, **SHUFFLED)
+        for other in others:
+            with pytest.raises(StateError, match=r"that of one rank.*merge_state_dicts"):
+                other.load_state_dict(state)
+
+
 def test_ranks_in_the_middle_of_a_cycle_merge_to_what_each_of_them_took(side: Side, table_of: OpenTable) -> None:
     """Both ranks have completed one cycle; each has gone on by as many rows as it liked."""
     datasets = side.open(table_of(24), 2, shuffle=False)
