@@ -57,8 +57,8 @@ def stream_verdict(ranks: Sequence[RankStats], prefetchers: Sequence[PrefetcherS
             f"{_percent(busy)} of the time; raise PrefetchConfig(max_buffer_bytes=...)"
         )
     return (
-        f"{said}; the prefetchers are busy only {_percent(busy)} of the time{_most_of_it(working)}: batches are late at "
-        "the start of an epoch, on the network, or in the conversion on the trainers; have more of them made ahead "
+        f"{said}; the prefetchers are busy only {_percent(busy)} of the time{_most_of_it(working)}: batches are late "
+        "at the start of an epoch, on the network, or in the conversion on the trainers; have more of them made ahead "
         "(iter_torch_batches(prefetch_batches=...)), or make epochs longer"
     )
 
