@@ -50,7 +50,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def fill(share: float) -> list[Any]:
     """Takes a share of the object store, for as long as the result is held."""
-    piece = 5 * 2**20
+    piece = 2**20
     return [ray.put(np.ones(piece, np.uint8)) for _ in range(int(STORE_BYTES * share) // piece)]
 
 
@@ -74,7 +74,7 @@ def test_a_store_that_is_full_for_a_while_is_waited_for(tables: Tables) -> None:
     with opened(stream) as shard:
         batches = iter(shard.iter_batches(prefetch_batches=0))
         seen.append(next(batches)["id"].tolist())
-        held = [ray.get(ref) for ref in fill(0.8)]
+        held = [ray.get(ref) for ref in fill(0.97)]
         freed = threading.Timer(8.0, held.clear)
         freed.start()
         for batch in batches:
@@ -89,7 +89,7 @@ def test_a_store_that_is_full_for_a_while_is_waited_for(tables: Tables) -> None:
 def test_a_store_that_stays_full_is_named(tables: Tables) -> None:
     prefetch = PrefetchConfig(**PREFETCH, retry_window_s=6.0)
     stream = tables.stream(ROWS, transform=grow, prefetch=prefetch)
-    held = [ray.get(ref) for ref in fill(0.8)]
+    held = [ray.get(ref) for ref in fill(0.97)]
     with opened(stream) as shard, pytest.raises(BlockError, match="object store") as caught:
         for _ in shard.iter_batches(prefetch_batches=0):
             pass
