@@ -281,6 +281,10 @@ def test_default_placement_takes_nothing_from_trainers() -> None:
     only_gpu = [_node("head", 0), _node("g1", 8, 8), _node("g2", 8, 8)]
     assert _targets(actor_options(PrefetchConfig(), only_gpu)) == ["g1", "g2"]
     labelled = [*mixed, _node("data", 8, pool="data")]
+    # Node types that can be started need not list memory: who asks for anything else must not ask for it.
+    assert all("memory" in options for options in (*laptop, *actor_options(PrefetchConfig(), labelled)))
+    for asks in (PrefetchConfig(num_cpus=1), PrefetchConfig(resources={"disk": 1})):
+        assert not any("memory" in options for options in actor_options(asks, labelled))
     options = actor_options(PrefetchConfig(), labelled)
     assert all(option["label_selector"] == {"pool": "data"} for option in options)
     dead = [{**_node("data", 8, pool="data"), "Alive": False}, _node("cpu", 2)]

@@ -10,7 +10,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_lance_stream.config import POOL_LABEL, PrefetchConfig
 
 Node = Mapping[str, Any]  # an entry of ray.nodes()
-_NEXT_TO_NOTHING: Final = 1  # byte: Ray places an actor that asks for nothing at random, whatever the strategy
+# Bytes of memory: Ray places an actor that asks for nothing at random, whatever the strategy. Only of such a one: types
+# of nodes that Ray may start need not say how much memory they have, and would not be started for it.
+_NEXT_TO_NOTHING: Final = 1
 
 
 def actor_options(
@@ -27,7 +29,9 @@ def actor_options(
     and no GPU, else nodes with CPUs, in turn. The affinity is soft, so a prefetcher outlives its node.
     """
     chosen = range(config.min_actors) if indexes is None else list(indexes)
-    common: dict[str, Any] = {"num_cpus": config.num_cpus, "memory": _NEXT_TO_NOTHING}
+    common: dict[str, Any] = {"num_cpus": config.num_cpus}
+    if not config.num_cpus and not config.resources:
+        common["memory"] = _NEXT_TO_NOTHING
     if config.resources:
         common["resources"] = dict(config.resources)
     if config.runtime_env is not None:
@@ -63,7 +67,7 @@ def extra_options(config: PrefetchConfig, nodes: Sequence[Node]) -> dict[str, An
 
     It reserves nothing, and so is placed by where the resources of the pool's are, free or not.
     """
-    options = actor_options(config, nodes)[0] | {"num_cpus": 0}
+    options = actor_options(config, nodes)[0] | {"num_cpus": 0, "memory": _NEXT_TO_NOTHING}
     resources = options.pop("resources", {})
     able = [n for n in nodes if n.get("Alive") and all(_amount(n, key) >= least for key, least in resources.items())]
     if resources and able and "label_selector" not in options:
