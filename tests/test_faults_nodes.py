@@ -61,8 +61,11 @@ def test_a_loader_node_is_lost_in_the_middle_of_an_epoch(nodes: Nodes, tables: T
                 os.kill(was, signal.SIGKILL)
                 os.kill(places(shard)[0][1], signal.SIGKILL)
         assert ray.get(manager.pid.remote()) != was
-        where = lambda: ray.get(manager.where.remote()).epoch_and_step  # noqa: E731
-        wait_until(lambda: where() == (2, 0), 10, "it heard of what came after")
+
+        def heard() -> bool:
+            return bool(ray.get(manager.where.remote()).epoch_and_step == (2, 0))
+
+        wait_until(heard, 10, "it heard of what came after")
     assert seen == list(reference(stream, 2).values())
 
 

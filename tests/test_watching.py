@@ -20,10 +20,12 @@ import pytest
 import ray
 from checkpoints import run as command
 from conftest import Tables
+from ray.util.placement_group import placement_group, remove_placement_group
 from runs import fit, opened, wait_until
 from watchloops import Sleepy, watched
 
 from ray_lance_stream import LanceStream, PrefetchConfig
+from ray_lance_stream.cluster.room import lacking
 from ray_lance_stream.progress import Progress
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -270,3 +272,15 @@ def test_status_without_a_cluster() -> None:
         done = in_process("status", "--address", f"127.0.0.1:{unused.getsockname()[1]}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no Ray cluster could be joined" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_there_is_no_room_for_is_told(run: Run) -> None:
+    del run  # whose workers have theirs
+    assert lacking() is None
+    group = placement_group([{"CPU": 64}, {"CPU": 64}, {"CPU": 1, "GPU": 1}])
+    said = "Ray has no room for 2 x 64 CPU, 1 x 1 CPU + 1 GPU; `ray status` shows what there is"
+    try:
+        wait_until(lambda: lacking() == said, 60, "it is told")
+    finally:
+        remove_placement_group(group)
+    wait_until(lambda: lacking() is None, 60, "nothing waits any more")

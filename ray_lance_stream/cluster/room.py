@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
+
+_NO_ROOM: Final = ("NO_RESOURCES", "INFEASIBLE")  # the latter on no node there is; one may be started
 
 
 def lacking() -> str | None:
@@ -14,10 +17,14 @@ def lacking() -> str | None:
     if not ray.is_initialized():
         return None
     table: Any = placement_group_table  # untyped
+    try:
+        groups = table().values()
+    except (RayError, RuntimeError):  # the cluster does not answer: whoever asks has other ways to find out
+        return None
     waiting = [
         bundle
-        for group in table().values()
-        if group["state"] in ("PENDING", "RESCHEDULING") and group["stats"]["scheduling_state"] == "NO_RESOURCES"
+        for group in groups
+        if group["state"] in ("PENDING", "RESCHEDULING") and group["stats"]["scheduling_state"] in _NO_ROOM
         for at, bundle in group["bundles"].items()
         if not group["bundles_to_node_id"][at]
     ]
