@@ -92,7 +92,7 @@ def test_a_state_of_lancedb_is_told_what_it_belongs_to(tables: Tables, tmp_path:
     rest = [row["id"] for row in rows]
     table.add(table.search().limit(3).to_arrow())
     refused = run("inspect", tmp_path / "lancedb.json")
-    assert refused.exit_code == 2 and "ray-lance-stream convert IN OUT --uri URI --table TABLE" in refused.stderr
+    assert refused.exit_code == 2 and "convert IN OUT --to state-dict --uri URI --table TABLE" in refused.stderr
     place = ("--uri", uri, "--table", "t", "--version", table.version - 1)
     of = ("--filter", options["filter"], "--shuffle-clump-size", 2)
     done = run("convert", tmp_path / "lancedb.json", tmp_path / "out", "--to", "checkpoint", *place, *of)
