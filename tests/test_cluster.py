@@ -113,6 +113,7 @@ def test_batches_say_which_rows_they_hold(uri: str, tmp_path: Path) -> None:
         assert json.loads(told.stdout)["rows"] == places.to_pylist()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_same_batches_after_prefetchers_were_killed_three_times(uri: str) -> None:
     stream = make_stream(uri, transform=jitter)

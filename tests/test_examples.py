@@ -61,6 +61,7 @@ def test_images_are_decoded_and_augmented_alike_for_workers_and_one_reader(run_h
     assert found["accuracy"] > 0.85
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_token_weighted_gradients_are_those_of_one_process(run_here: Any) -> None:
     found = run_here("tokens")

@@ -100,6 +100,7 @@ def test_local_mode(source: Any) -> None:
     assert list(reference(rest, 1).values()) == config["seen"][3:]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_fails_and_a_second_fit_at_another_world_size(source: Any, tmp_path: Path) -> None:
     stream = stream_of(source)
@@ -122,6 +123,7 @@ def test_a_worker_that_fails_and_a_second_fit_at_another_world_size(source: Any,
     assert any(state["pack_offsets"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_restarts_in_lancedbs_order_and_lancedbs_class_goes_on_from_its_checkpoint(
     source: Any, tmp_path: Path

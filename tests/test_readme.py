@@ -138,6 +138,7 @@ def test_the_marked_commands_are_found_by_ci() -> None:
     assert "examples/train_digits.py" in dict(marks)["main-job"] and "pytest" in dict(marks)["tests"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_benchmark_that_its_figures_are_from(tmp_path: Path) -> None:
     (command,) = [block for block in blocks("bash") if "epoch_rate.py" in block]

@@ -58,7 +58,7 @@ def make_stream(uri: str, **options: Any) -> LanceStream:
 
 @pytest.mark.parametrize(
     "workers",
-    [*(pytest.param(n, marks=pytest.mark.fault) for n in (1, 5)), *(pytest.param(n, marks=slow) for n in (2, 3))],
+    [*(pytest.param(n, marks=pytest.mark.fault) for n in (1, 2, 5)), pytest.param(3, marks=slow)],
 )
 def test_ordered_global_batches_are_equal_at_any_world_size(uri: str, tmp_path: Path, workers: int) -> None:
     stream = make_stream(uri, prefetch=PrefetchConfig(idle_timeout_s=5, placement_timeout_s=120))
@@ -151,6 +151,7 @@ def test_a_checkpoint_is_complete_without_the_state_manager(uri: str, tmp_path: 
     assert delivered(entries) == reference(stream, 1)
 
 
+@pytest.mark.long
 @slow
 def test_two_runs_of_one_stream_do_not_disturb_each_other(uri: str, tmp_path: Path) -> None:
     stream = make_stream(uri)
@@ -190,6 +191,7 @@ def test_a_checkpoint_without_our_file_is_an_error(uri: str, tmp_path: Path) -> 
     stream.close()
 
 
+@pytest.mark.long
 @slow
 def test_ray_datasets_stand_beside_a_stream_and_resume_from_continues(uri: str, tmp_path: Path) -> None:
     stream = make_stream(uri)

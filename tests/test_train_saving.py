@@ -89,6 +89,7 @@ def test_every_way_of_saving_leads_to_the_next_row(
             assert next(iter(shard))["id"].tolist() == want[0, step + 1], way
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_damaged_checkpoint_ends_the_run_once_and_another_goes_on(tables: Tables, tmp_path: Path) -> None:
     stream = tables.stream(60, prefetch=PREFETCH)
