@@ -6,6 +6,7 @@ the thread on which Ray completes futures. A call of Ray's, a lock or a join the
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -16,6 +17,7 @@ from typing import Final
 
 logger = logging.getLogger("ray_lance_stream")
 THREAD: Final = "lance-stream-endings"
+_LONGEST_END_S: Final = 5.0  # a process that ends does not wait longer for its jobs
 
 # Its put() may interrupt itself, unlike those of locks and events: the documentation of queue.SimpleQueue.
 _Jobs = queue.SimpleQueue[Callable[[], object]]
@@ -24,7 +26,7 @@ _working: tuple[int, _Jobs] | None = None  # the process that works off these jo
 
 
 def when_gone(owner: object, job: Callable[[], object]) -> weakref.finalize[..., object]:
-    """Has a job done soon after an object is gone, unless the process ends or forks first.
+    """Has a job done soon after an object is gone, unless the process ends with it or forks first.
 
     Args:
         owner: Watched, and not kept.
@@ -44,8 +46,10 @@ def _jobs() -> _Jobs:
     with _starting:
         if _working is None or _working[0] != os.getpid():
             jobs = _Jobs()
+            thread = threading.Thread(target=_work, args=(jobs,), name=THREAD, daemon=True)
+            thread.start()
             _working = os.getpid(), jobs
-            threading.Thread(target=_work, args=(jobs,), name=THREAD, daemon=True).start()
+            atexit.register(_end, os.getpid(), jobs, thread)
         return _working[1]
 
 
@@ -60,6 +64,17 @@ def _work(jobs: _Jobs) -> None:
             jobs.get()()
         except Exception:  # whatever it is, the other jobs do not hang on it
             logger.warning("could not clean up after an object that is gone", exc_info=True)
+
+
+def _end(process: int, jobs: _Jobs, thread: threading.Thread) -> None:
+    """Does what is left before the process ends, and what the jobs use with it."""
+    if process == os.getpid():
+        jobs.put(_stop)
+        thread.join(_LONGEST_END_S)
+
+
+def _stop() -> None:
+    raise SystemExit  # ends the thread, and says nothing
 
 
 def _begin_anew() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -94,3 +96,16 @@ def test_a_fork_does_only_jobs_of_its_own() -> None:
     assert os.read(read, 100) == b"parent"
     os.close(read)
     os.close(write)
+
+
+def test_a_process_that_ends_does_its_jobs_first() -> None:
+    script = (
+        "import time\n"
+        "from ray_lance_stream.gone import when_gone\n"
+        "class Owner: pass\n"
+        "owner = Owner()\n"
+        "when_gone(owner, lambda: (time.sleep(0.5), print('done', flush=True)))\n"
+        "del owner\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
