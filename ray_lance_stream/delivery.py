@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ray_lance_stream.errors import StreamClosedError
 from ray_lance_stream.gone import when_gone
 
 T = TypeVar("T")
+_LONGEST_END_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Ahead(Generic[T]):
                 raise StreamClosedError("this iteration has ended")
             thread.start()
             self._thread = thread
+            _running.add(self)
         presence = _Presence()
         left = when_gone(presence, self._leave)
         while True:
@@ -87,6 +91,12 @@ class Ahead(Generic[T]):
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():  # an item may end what it is part of
             thread.join()
+
+    def end_at_exit(self) -> None:
+        """Ends the thread if that takes no longer than a process that ends should wait."""
+        self._leave()
+        if self._thread is not None:
+            self._thread.join(_LONGEST_END_S)
 
     def _leave(self) -> None:
         with self._leaving:
@@ -111,3 +121,13 @@ class Ahead(Generic[T]):
                     self._ready.get_nowait()
             error = error or StreamClosedError("this iteration has ended")
         self._ready.put(_End(error))
+
+
+# What a thread is in, a read or a call of Ray's, must not go on while the process takes itself apart.
+_running: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for ahead in list(_running):
+        ahead.end_at_exit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -173,3 +174,21 @@ def test_an_iteration_may_be_dropped_on_its_own_thread(monkeypatch: pytest.Monke
     assert dropped.wait(10)
     wait_until(lambda: THREAD not in stream_threads(), 10, "the thread has ended")
     assert not failures
+
+
+def test_a_process_that_ends_ends_what_is_made_ahead_first() -> None:
+    script = (
+        "import threading, time\n"
+        "from ray_lance_stream.delivery import Ahead\n"
+        "stop = threading.Event()\n"
+        "def items():\n"
+        "    yield 0\n"
+        "    stop.wait()\n"
+        "    time.sleep(0.3)\n"
+        "    print('out of it', flush=True)\n"
+        "    yield 1\n"
+        "taken = iter(Ahead(items(), 1, stop.set))\n"
+        "next(taken)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("out of it\n", "")
