@@ -217,24 +217,20 @@ class BlockBuilder:
             ranges = Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles)
             here = [row for row in deadly if ranges.holds(row.split, row.position)]
             block, stats = self._build(first, ranges, here)
-            row_s = stats.transform_s / max(1, stats.rows)
-            if stats.transform_s > _SLOW_PROBE_S:  # it may have been what only a first call does
-                fewer = Ranges(first_split=0, num_splits=1, start=start, stop=start + 1)
-                _, again = self._build(first, fewer, [row for row in here if fewer.holds(row.split, row.position)])
-                row_s = min(row_s, again.transform_s)
             table = block.rows if isinstance(block, Sifted) else block
             assert isinstance(table, pa.Table)
             start, left = start + cycles, first.layout.rows_per_split - start - cycles
             replaced = sum(row.replaced for row in block.skipped) if isinstance(block, Sifted) else 0
             if table.num_rows > replaced:  # what stands in for rows does not say what these look like
-                return table, row_s
+                break
             if left <= 0 or start * splits >= _MOST_PROBE_ROWS:
                 assert isinstance(block, Sifted)
                 known = self._known_schema(plan)
                 if known is not None:
-                    return pa.Table.from_batches([], schema=known), row_s
+                    table = pa.Table.from_batches([], schema=known)
+                    break
                 if replaced:
-                    return table, row_s
+                    break
                 raise TransformError(
                     explain(
                         f"the transform failed on each of the first {start * splits} rows",
@@ -244,6 +240,17 @@ class BlockBuilder:
                     )
                 )
             cycles = min(left, cycles * 4)
+        return table, self._row_s(first, ranges, here, stats)
+
+    def _row_s(self, first: Plan, ranges: Ranges, deadly: Sequence[SkippedRow], stats: BuildStats) -> float:
+        """Returns how long the transform takes for a row, as far as the rows of these ranges, just built, tell."""
+        row_s = stats.transform_s / max(1, stats.rows)
+        if stats.transform_s <= _SLOW_PROBE_S:
+            return row_s
+        # It may have been what only a first call does.
+        fewer = Ranges(first_split=0, num_splits=1, start=ranges.start, stop=ranges.start + 1)
+        _, again = self._build(first, fewer, [row for row in deadly if fewer.holds(row.split, row.position)])
+        return min(row_s, again.transform_s) if again.rows else row_s
 
     def _known_schema(self, plan: Plan) -> pa.Schema | None:
         transform = self._recipe.transform

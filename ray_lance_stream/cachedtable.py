@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import lance
 import numpy as np
@@ -216,7 +217,7 @@ class _Copy:
         self._asked[fragment] = done  # what another process is fetching is looked for again
 
     def _download(self, name: str, num_bytes: int) -> bool:
-        def download(path: Any) -> None:
+        def download(path: Path) -> None:
             self._session.download_file(name, str(path))
 
         return self._disk.fetch(name, num_bytes, download)

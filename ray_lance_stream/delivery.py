@@ -9,13 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ray_lance_stream.errors import StreamClosedError
-from ray_lance_stream.gone import when_gone
+from ray_lance_stream.gone import LONGEST_END_S, when_gone
 
 T = TypeVar("T")
-_LONGEST_END_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,12 @@ class Ahead(Generic[T]):
             self._room.release()
             yield item.value
 
-    def end(self) -> None:
-        """Ends the thread, and waits until it has ended. Safe to repeat."""
+    def end(self, within_s: float | None = None) -> None:
+        """Ends the thread, and waits until it has ended, or for so long. Safe to repeat."""
         self._leave()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():  # an item may end what it is part of
-            thread.join()
-
-    def end_at_exit(self) -> None:
-        """Ends the thread if that takes no longer than a process that ends should wait."""
-        self._leave()
-        if self._thread is not None:
-            self._thread.join(_LONGEST_END_S)
+            thread.join(within_s)
 
     def _leave(self) -> None:
         with self._leaving:
@@ -130,4 +123,4 @@ _running: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     for ahead in list(_running):
-        ahead.end_at_exit()
+        ahead.end(LONGEST_END_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shutil
 import tempfile
@@ -50,7 +49,7 @@ class DiskCache:
     def __init__(self, spec: CacheSpec, key: str) -> None:
         if fcntl is None:
             raise OSError("this system has no locks of files that end with who holds them")
-        self._root = Path(spec.directory or Path(tempfile.gettempdir(), f"ray_lance_stream-{getpass.getuser()}"))
+        self._root = Path(spec.directory or Path(tempfile.gettempdir(), f"ray_lance_stream-{os.getuid()}"))
         self._max_bytes = spec.max_bytes
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = self._root / key

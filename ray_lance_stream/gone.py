@@ -17,12 +17,12 @@ from typing import Final
 
 logger = logging.getLogger("ray_lance_stream")
 THREAD: Final = "lance-stream-endings"
-_LONGEST_END_S: Final = 5.0  # a process that ends does not wait longer for its jobs
+LONGEST_END_S: Final = 5.0  # a process that ends does not wait longer for a thread
 
 # Its put() may interrupt itself, unlike those of locks and events: the documentation of queue.SimpleQueue.
 _Jobs = queue.SimpleQueue[Callable[[], object]]
 _starting = threading.Lock()
-_working: tuple[int, _Jobs] | None = None  # the process that works off these jobs
+_working: _Jobs | None = None  # of this process, once its thread has begun
 
 
 def when_gone(owner: object, job: Callable[[], object]) -> weakref.finalize[..., object]:
@@ -35,7 +35,7 @@ def when_gone(owner: object, job: Callable[[], object]) -> weakref.finalize[...,
     Returns:
         Its ``detach()`` withdraws the job.
     """
-    finalizer = weakref.finalize(owner, _hand_over, os.getpid(), _jobs(), job)
+    finalizer = weakref.finalize(owner, _hand_over, _jobs(), job)
     finalizer.atexit = False
     return finalizer
 
@@ -44,17 +44,17 @@ def _jobs() -> _Jobs:
     """The queue of this process; starts its thread with the first job."""
     global _working
     with _starting:
-        if _working is None or _working[0] != os.getpid():
+        if _working is None:
             jobs = _Jobs()
             thread = threading.Thread(target=_work, args=(jobs,), name=THREAD, daemon=True)
             thread.start()
-            _working = os.getpid(), jobs
-            atexit.register(_end, os.getpid(), jobs, thread)
-        return _working[1]
+            atexit.register(_end, jobs, thread)
+            _working = jobs
+        return _working
 
 
-def _hand_over(process: int, jobs: _Jobs, job: Callable[[], object]) -> None:
-    if process == os.getpid():  # a fork has copies of the objects, and not what they stand for
+def _hand_over(jobs: _Jobs, job: Callable[[], object]) -> None:
+    if jobs is _working:  # a fork has copies of the objects, and not what they stand for
         jobs.put(job)
 
 
@@ -66,11 +66,11 @@ def _work(jobs: _Jobs) -> None:
             logger.warning("could not clean up after an object that is gone", exc_info=True)
 
 
-def _end(process: int, jobs: _Jobs, thread: threading.Thread) -> None:
+def _end(jobs: _Jobs, thread: threading.Thread) -> None:
     """Does what is left before the process ends, and what the jobs use with it."""
-    if process == os.getpid():
+    if jobs is _working:
         jobs.put(_stop)
-        thread.join(_LONGEST_END_S)
+        thread.join(LONGEST_END_S)
 
 
 def _stop() -> None:
@@ -78,7 +78,8 @@ def _stop() -> None:
 
 
 def _begin_anew() -> None:
-    global _starting
+    global _starting, _working
+    _working = None  # its thread is the parent's
     _starting = threading.Lock()  # another thread of the parent may have held it
 
 

@@ -56,7 +56,7 @@ def ref(tmp_path: Path) -> TableRef:
 
 
 def kept(ref: TableRef, spec: CacheSpec, counts: list[int]) -> Any:
-    """The table, cached, and the plain one."""
+    """The table, cached; ``counts`` gets how many rows of each read were here."""
     table = ref.open()
     found = cached(table, ref, spec, counts.append)
     assert isinstance(found, CachedTable)
@@ -171,7 +171,7 @@ def test_a_version_that_is_not_in_use_makes_room_for_another(ref: TableRef, tmp_
     def has_room() -> bool:
         third: Any = kept(ref, spec, [])
         third.take(np.arange(third.num_rows), ["id"])
-        time.sleep(0.2)
+        time.sleep(0.2)  # for the files; was it too short, the next one finds them
         return int(third._copy._here.sum()) == 4
 
     wait_until(has_room, 30, "the first one's files are gone")

@@ -180,15 +180,17 @@ def test_a_process_that_ends_ends_what_is_made_ahead_first() -> None:
     script = (
         "import threading, time\n"
         "from ray_lance_stream.delivery import Ahead\n"
-        "stop = threading.Event()\n"
+        "reached, stop = threading.Event(), threading.Event()\n"
         "def items():\n"
         "    yield 0\n"
+        "    reached.set()\n"
         "    stop.wait()\n"
         "    time.sleep(0.3)\n"
         "    print('out of it', flush=True)\n"
         "    yield 1\n"
         "taken = iter(Ahead(items(), 1, stop.set))\n"
         "next(taken)\n"
+        "reached.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("out of it\n", "")
