@@ -174,8 +174,8 @@ class StreamState:
                     found="no provenance, as lancedb.streaming writes it",
                     expected="a state of ray_lance_stream" if of is None else "a stream with order='lancedb'",
                     remedy="continue it with order='lancedb', in which it was taken; other orders cannot. On the "
-                    "command line say what it belongs to: ray-lance-stream convert IN OUT --to state-dict --uri URI "
-                    "--table TABLE ...",
+                    "command line say what it belongs to, with --uri and --table; ray-lance-stream inspect shows it "
+                    "then, and ray-lance-stream convert IN OUT --to state-dict makes it a state of ours",
                 )
             )
         read = cls._of_foreign(state, of)

@@ -42,7 +42,7 @@ def stream_verdict(ranks: Sequence[RankStats], prefetchers: Sequence[PrefetcherS
     if not working:
         return f"{said}: no prefetcher works; {_not_working(prefetchers)}"
     if not rows_per_s:
-        return f"{said}: no batch has come lately"
+        return f"{said}: no batch has come lately; {_being_built(working)}"
     if (slow := _slow_prefetcher(working)) is not None:
         return f"{said}; {slow}"
     busy = sum(p.busy_share for p in working) / len(working)
@@ -112,6 +112,15 @@ def _building(rows_per_s: float, waits: float, working: Sequence[PrefetcherStats
         return f"{what} is the limit, though {len(working)} prefetchers should do: their nodes or blocks are uneven"
     least = "at least " if waits > _MOST_SHARE else ""
     return f"{what} is the limit; {least}{more} more prefetcher{'s' * (more > 1)} would hide it, given cores for them"
+
+
+def _being_built(working: Sequence[PrefetcherStats]) -> str:
+    """Says what a wait is for in which nothing has come: a block's storage or transform, or not the prefetchers."""
+    blocks = sum(p.building for p in working)
+    if not blocks:
+        return "no block is being built either: where each rank waits, status and the workers' logs say"
+    one = "1 block is" if blocks == 1 else f"{blocks} blocks are"
+    return f"{one} being built: the first ones of a slow transform take long, or the storage does not answer"
 
 
 def _most_of_it(working: Sequence[PrefetcherStats]) -> str:

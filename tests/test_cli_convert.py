@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,12 @@ def test_a_state_of_lancedb_is_told_what_it_belongs_to(tables: Tables, tmp_path:
     rest = [row["id"] for row in rows]
     table.add(table.search().limit(3).to_arrow())
     refused = run("inspect", tmp_path / "lancedb.json")
-    assert refused.exit_code == 2 and "convert IN OUT --to state-dict --uri URI --table TABLE" in refused.stderr
+    assert refused.exit_code == 2 and "with --uri and --table" in refused.stderr
     place = ("--uri", uri, "--table", "t", "--version", table.version - 1)
     of = ("--filter", options["filter"], "--shuffle-clump-size", 2)
+    assert run("inspect", tmp_path / "lancedb.json", *of).exit_code == 2
+    shown = run("inspect", tmp_path / "lancedb.json", *place, *of, "--global-batch-size", 4)
+    assert (shown.exit_code, "step 3 of 16 finished" in re.sub(" +", " ", shown.stdout)) == (0, True), shown.output
     done = run("convert", tmp_path / "lancedb.json", tmp_path / "out", "--to", "checkpoint", *place, *of)
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "  train: epoch 0, 12 rows consumed")
     assert run("inspect", tmp_path / "out").exit_code == 0

@@ -85,7 +85,16 @@ IDLE = (prefetcher(0, busy_share=0.3), prefetcher(1, busy_share=0.3))
             id="no pool",
         ),
         pytest.param(
-            (rank(wait_share=1.0, rows_per_s=0.0, waiting_s=40.0),), TWO, "no batch has come lately", id="stuck"
+            (rank(wait_share=1.0, rows_per_s=0.0, waiting_s=40.0),),
+            TWO,
+            "no batch has come lately; no block is being built either",
+            id="stuck",
+        ),
+        pytest.param(
+            (rank(wait_share=1.0, rows_per_s=0.0, waiting_s=40.0),),
+            (prefetcher(building=1), prefetcher(1)),
+            "no batch has come lately; 1 block is being built",
+            id="a first block",
         ),
         pytest.param(
             (rank(wait_share=0.1),),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import uuid
 from collections.abc import Mapping
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
     from ray_lance_stream.checkpoint import Streams
     from ray_lance_stream.cli.loading import Loaded
-    from ray_lance_stream.location import TableRef
-    from ray_lance_stream.provenance import Provenance
 
 _CHECKPOINT: Final = "checkpoint"
 _STATE_DICT: Final = "state-dict"
@@ -33,10 +30,7 @@ _FORCE: Final = "pass --force to replace it"
 @click.option("--force", is_flag=True, help="Replace a state that is there already.")
 @options.uri_option
 @options.table_option
-@options.version
-@options.filter_sql
-@click.option("--no-shuffle", is_flag=True, help="The dataset was not shuffled.")
-@options.shuffle_clump_size
+@options.lancedb_state
 @options.storage_option
 @options.debug
 def convert(
@@ -68,29 +62,16 @@ def convert(
       ray-lance-stream convert lancedb.json /runs/c/start --to checkpoint \\
           --uri /data/db --table digits --version 7
     """
-    options.check_table_options(uri, table)
-    if uri is None and any(value not in (None, False) for value in order_options.values()):
-        raise click.UsageError("--version, --filter, --no-shuffle and --shuffle-clump-size need --uri and --table")
+    of = options.lancedb_state_of(uri, table, storage_options, **order_options)
     from ray_lance_stream.checkpoint import locate
     from ray_lance_stream.cli.loading import load
 
-    of = None
-    if uri is not None and table is not None:
-        of = functools.partial(_said, options.table_ref(uri, table, storage_options), **order_options)
     loaded = load(source, of)
     filesystem, path = locate(target)
     if kind == _STATE_DICT:
         _write_state_dict(loaded, filesystem, path, name, force=force)
     else:
         _write_checkpoint(loaded, filesystem, path, name, force=force)
-
-
-def _said(ref: TableRef, *, version: int | None, **order_options: Any) -> Provenance:
-    """What a state of ``lancedb.streaming`` is said to belong to; its splits and seed are its own."""
-    from ray_lance_stream.provenance import Provenance
-
-    order = options.order_of(1, order="lancedb", **order_options)
-    return Provenance(table=ref.open(version).identity, order=order)
 
 
 def _write_checkpoint(loaded: Loaded, filesystem: pafs.FileSystem, path: str, name: str | None, *, force: bool) -> None:

@@ -27,6 +27,7 @@ _TOLD: Final = {
 @options.drop_last
 @options.uri_option
 @options.table_option
+@options.lancedb_state
 @options.storage_option
 @options.json_output
 @options.debug
@@ -39,6 +40,7 @@ def inspect(
     table: str | None,
     storage_options: Mapping[str, str],
     json_output: bool,
+    **order_options: Any,
 ) -> None:
     """Show how far the streams in CHECKPOINT are, and which data they belong to.
 
@@ -46,16 +48,20 @@ def inspect(
     state dict. With --global-batch-size, which a checkpoint does not hold, the step is shown; with --uri and --table
     the table is opened at the checkpoint's version, and what is left of the epoch is shown.
 
+    A state dict that lancedb.streaming wrote does not say what it belongs to. Say it with --uri and --table, and
+    --version, --filter, --no-shuffle and --shuffle-clump-size if they were not the defaults.
+
     \b
-    Example:
+    Examples:
       ray-lance-stream inspect /runs/digits/checkpoint_000012 \\
           --global-batch-size 480 --uri /data/db --table digits
+      ray-lance-stream inspect lancedb.json --uri /data/db --table digits --version 7
     """
-    options.check_table_options(uri, table)
+    of = options.lancedb_state_of(uri, table, storage_options, **order_options)
     from ray_lance_stream.cli import describe
     from ray_lance_stream.cli.loading import load, one_stream
 
-    loaded = load(checkpoint)
+    loaded = load(checkpoint, of)
     streams = loaded.streams
     if name is not None or uri is not None:  # a table belongs to one stream
         chosen, state = one_stream(loaded, name)

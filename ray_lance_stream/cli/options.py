@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -12,8 +13,11 @@ from ray_lance_stream.cli.masking import remember, remember_uri
 if TYPE_CHECKING:
     from ray_lance_stream.location import TableRef
     from ray_lance_stream.plan import OrderSpec
+    from ray_lance_stream.provenance import Provenance
 
 DEBUG: Final = "ray_lance_stream.cli.debug"
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _storage_options(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -80,6 +84,37 @@ shuffle_clump_size = click.option(
     "--shuffle-clump-size", type=int, metavar="N", help="Neighbouring rows shuffled as one; 1 by default."
 )
 version = click.option("--version", type=int, metavar="V", help="Version of the table; the latest by default.")
+no_shuffle = click.option("--no-shuffle", is_flag=True, help="The dataset was not shuffled.")
+
+
+def lancedb_state(command: F) -> F:
+    """Adds the options that say, with --uri and --table, what a state of ``lancedb.streaming`` belongs to."""
+    for option in (shuffle_clump_size, no_shuffle, filter_sql, version):
+        command = option(command)
+    return command
+
+
+def lancedb_state_of(
+    uri: str | None, table: str | None, storage_options: Mapping[str, str], **order_options: Any
+) -> Callable[[], Provenance] | None:
+    """Returns what says what a state of ``lancedb.streaming`` belongs to; None without --uri and --table.
+
+    Raises:
+        UsageError: One of the options of :func:`lancedb_state` is given without them.
+    """
+    check_table_options(uri, table)
+    if uri is None or table is None:
+        if any(value not in (None, False) for value in order_options.values()):
+            raise click.UsageError("--version, --filter, --no-shuffle and --shuffle-clump-size need --uri and --table")
+        return None
+    return functools.partial(_lancedb_provenance, table_ref(uri, table, storage_options), **order_options)
+
+
+def _lancedb_provenance(ref: TableRef, *, version: int | None, **order_options: Any) -> Provenance:
+    from ray_lance_stream.provenance import Provenance
+
+    order = order_of(1, order="lancedb", **order_options)  # splits and seed are the state's own
+    return Provenance(table=ref.open(version).identity, order=order)
 
 
 def order_of(
