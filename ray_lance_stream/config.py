@@ -52,8 +52,9 @@ class PrefetchConfig:
             0 for none. For storage that is far away: the files of fragments that are read are fetched whole, once for a
             node, and read from there from then on. What fits is kept; the rest is read from the storage as before.
             Credentials are not kept, rows are: give a directory that only this user can read.
-        cache_dir: The directory for it, on a fast disk; it outlives the run, and a later one finds it. By default one
-            among the system's temporary ones.
+        cache_dir: The directory below which it lies, on a fast disk; it outlives the run, and a later one finds it. By
+            default one among the system's temporary ones. Checksums are kept beside the files: what was changed since
+            is fetched anew.
         shrink_after_s: With ``num_actors=(min, max)``: how long buffers must have been full before prefetchers end.
             Doubles, up to ten minutes, whenever those that ended were needed again.
     """

@@ -20,8 +20,10 @@ from ray_lance_stream.cluster.prefetcher import resolve_rows
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.stepskips import Skips
 from ray_lance_stream.topology import StepPlan
 
 if TYPE_CHECKING:
@@ -39,18 +41,22 @@ class StreamDatasource(Datasource):
         recipe: Its ``block.BlockRecipe``, pickled: workers hold the table open between tasks.
         epoch: The epoch, counted from 0.
         start_step: How many steps are left out: what ``shard.step`` says once they are done.
+        name: The stream's name, by which ``resume_from`` knows it.
 
     Raises:
         ConfigError: Rows may be skipped or are packed, an argument is out of range, or the table cannot be read so.
+        StateError: ``resume_from`` is a state of other data, or has none of that name.
     """
 
-    def __init__(self, config: StreamConfig, recipe: bytes, *, epoch: int = 0, start_step: int = 0) -> None:
-        require_int("epoch", epoch, minimum=0, remedy="pass an epoch, counted from 0")
+    def __init__(
+        self, config: StreamConfig, recipe: bytes, *, epoch: int = 0, start_step: int = 0, name: str = "train"
+    ) -> None:
         builder = BlockBuilder(ray.cloudpickle.loads(recipe))
         _refuse_uneven(config, builder.recipe)
-        spec = PlanSpec(table=config.identity, order=config.order, epoch=epoch)
+        reads = _provenance(config, name)
+        spec = PlanSpec(table=reads.table, order=reads.order, epoch=epoch)
         handle, matching = builder.open_plan(spec)
-        layout = SplitLayout(num_rows=handle.num_rows, num_splits=config.order.num_splits)
+        layout = SplitLayout(num_rows=handle.num_rows, num_splits=reads.order.num_splits)
         steps = StepPlan.of(layout, global_batch_size=config.global_batch_size, drop_last=config.drop_last)
         remedy = f"pass the number of finished steps; epoch {epoch} has {steps.num_steps}"
         require_int("start_step", start_step, minimum=0, maximum=steps.num_steps, remedy=remedy)
@@ -58,7 +64,7 @@ class StreamDatasource(Datasource):
         self._handle = handle if matching is None else dataclasses.replace(handle, matching_rows=ray.put(matching))
         self._recipe = Parcel.of(recipe)
         self._id = uuid.uuid4().hex
-        self._runs = _runs(config, steps, epoch, start_step * steps.cycles_per_step)
+        self._runs = _runs(reads.skips, steps, epoch, start_step * steps.cycles_per_step)
         self._block_bytes = config.prefetch.block_bytes
 
     def get_name(self) -> str:
@@ -111,9 +117,16 @@ def _read(name: str, recipe: Parcel, handle: PlanHandle, cycles: range, cycles_p
         yield block.rows
 
 
-def _runs(config: StreamConfig, steps: StepPlan, epoch: int, start: int) -> list[range]:
+def _provenance(config: StreamConfig, name: str) -> Provenance:
+    """What a shard of the stream reads: seed, table version and skipped steps may be those of a state."""
+    state = config.state_for(name, config.resume_states, "passed as resume_from") if config.resume_states else None
+    if state is None:
+        return config.provenance
+    return dataclasses.replace(config.continued(state.provenance), skips=config.skips_from(state))
+
+
+def _runs(skips: Skips, steps: StepPlan, epoch: int, start: int) -> list[range]:
     """Returns the cycles from ``start`` on that are delivered."""
-    skips = config.provenance.skips
     skips.check(steps, given=True)
     ends = [(gap.start, gap.stop) for gap in skips.in_epoch(epoch)] + [(steps.end_cycle, steps.end_cycle)]
     runs = []

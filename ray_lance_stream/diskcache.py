@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,10 @@ except ImportError:  # Windows
 
 _LOCK: Final = "lock"
 _IN_USE: Final = "in_use"
-_PART, _RESERVED = ".part", ".reserved"
+_SUMS: Final = "sums"
+_PART, _RESERVED, _SUM = ".part", ".reserved", ".sum"
+_BELOW: Final = "ray_lance_stream"  # in a directory that may hold other things, too
+_READ_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +43,20 @@ class DiskCache:
     Processes find out about each other by locks on files, which end with who holds them, however it ends.
 
     Args:
-        spec: Where, by default in a directory of this user's among the system's temporary ones; and the most bytes of
-            all files there, those that are just being fetched included.
+        spec: Below which directory, by default in one of this user's among the system's temporary ones; and the most
+            bytes of all files there, those that are just being fetched included.
         key: A file name.
 
     Raises:
-        OSError: The directory cannot be written.
+        OSError: The directory cannot be written, or the default one is not this user's alone.
     """
 
     def __init__(self, spec: CacheSpec, key: str) -> None:
         if fcntl is None:
             raise OSError("this system has no locks of files that end with who holds them")
-        self._root = Path(spec.directory or Path(tempfile.gettempdir(), f"ray_lance_stream-{os.getuid()}"))
+        self._root = _own_temporary() if spec.directory is None else Path(spec.directory, _BELOW)
         self._max_bytes = spec.max_bytes
+        self._checked: set[str] = set()  # files that this process has seen to be whole
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = self._root / key
         with self._alone():  # nobody removes the directory before it is in use
@@ -66,7 +72,7 @@ class DiskCache:
             os.close(used)
 
     def fetch(self, name: str, num_bytes: int, download: Callable[[Path], object]) -> bool:
-        """Has a file in the cache.
+        """Has a file in the cache, whose bytes are those that were fetched: one that has changed is fetched anew.
 
         Args:
             name: Below the key's directory.
@@ -74,31 +80,53 @@ class DiskCache:
             download: Writes it to a path.
 
         Returns:
-            Whether it is there. If not, another process is just fetching it.
+            Whether it is there. If not, another process is just fetching it, or has just done so.
 
         Raises:
             NoRoomError: The budget is used up by files in use.
             OSError: It could not be fetched or written.
         """
         target = self.path / name
-        if target.exists():
+        if self._is_whole(name):
             return True
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}{_PART}")
         reservation = self._reserve(target, part.with_suffix(_RESERVED), num_bytes)
         if reservation is None:
-            return target.exists()
+            return False
         try:
             download(part)
+            found = _sum_of(part)
             with self._alone():
                 extra = max(0, part.stat().st_size - num_bytes)
                 if extra and not self._make_room(extra):
                     raise NoRoomError(name)
+                self._sum_path(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._sum_path(name).write_text(found)
                 part.replace(target)
+            self._checked.add(name)
         finally:
             part.unlink(missing_ok=True)
             part.with_suffix(_RESERVED).unlink(missing_ok=True)
             os.close(reservation)
         return True
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether a file is there, with the bytes that were fetched. Removes one that has changed."""
+        target, expected = self.path / name, self._sum_path(name)
+        if not target.exists():
+            return False
+        if name in self._checked:
+            return True
+        with contextlib.suppress(FileNotFoundError):  # evicted, or found to have changed by another process
+            if _sum_of(target) == expected.read_text():
+                self._checked.add(name)
+                return True
+        with self._alone():
+            target.unlink(missing_ok=True)
+        return False
+
+    def _sum_path(self, name: str) -> Path:
+        return self.path / _SUMS / f"{name}{_SUM}"
 
     def _reserve(self, target: Path, reserved: Path, num_bytes: int) -> int | None:
         """Counts a file's bytes from now on; None if another process has done so, or the file is there."""
@@ -137,7 +165,7 @@ class DiskCache:
                 elif path.suffix == _RESERVED and not _is_held(path):
                     path.unlink(missing_ok=True)
                     path.with_suffix(_PART).unlink(missing_ok=True)
-                else:
+                elif path.suffix != _SUM:  # of some bytes
                     with contextlib.suppress(FileNotFoundError):  # its process is done with it
                         sizes[path] = path.stat().st_size
         return sizes
@@ -152,6 +180,26 @@ class DiskCache:
 
 class NoRoomError(Exception):
     """The budget of a cache is used up by files in use."""
+
+
+def _own_temporary() -> Path:
+    """This user's directory among the temporary ones, in which anybody could have made one of its name before."""
+    path = Path(tempfile.gettempdir(), f"ray_lance_stream-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{path} is not a directory of this user's that nobody else may write: pass cache_dir")
+    return path
+
+
+def _sum_of(path: Path) -> str:
+    """Size and checksum, against what disks and crashes do; against people, the directory is this user's."""
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return f"{size} {crc:08x}"
 
 
 def _is_held(path: Path) -> bool:

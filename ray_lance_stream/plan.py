@@ -125,7 +125,8 @@ class PlanSpec:
     epoch: int
 
     def __post_init__(self) -> None:
-        require_int("epoch", self.epoch, minimum=0, remedy="count epochs from 0")
+        # The largest epoch that a state can hold.
+        require_int("epoch", self.epoch, minimum=0, maximum=2**63 - 1, remedy="count epochs from 0")
 
     @functools.cached_property
     def plan_id(self) -> str:

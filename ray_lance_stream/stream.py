@@ -299,7 +299,7 @@ class LanceStream:
         return self._run_stream
 
     def to_dataset(
-        self, *, epoch: int = 0, start_step: int = 0, override_num_blocks: int | None = None
+        self, *, epoch: int = 0, start_step: int = 0, name: str = "train", override_num_blocks: int | None = None
     ) -> ray.data.Dataset:
         """Returns an epoch as a Ray Dataset: the rows of training, transformed, in canonical order.
 
@@ -309,16 +309,18 @@ class LanceStream:
         Args:
             epoch: The epoch, counted from 0.
             start_step: Steps to leave out at its beginning: ``shard.step`` gives what a trainer has not seen yet.
+            name: The stream's name in the run that ``resume_from`` is of; seed, version and skipped steps are that one's.
             override_num_blocks: As for Ray Data's readers.
 
         Raises:
             ConfigError: The stream skips rows, or ``start_step`` lies beyond the epoch.
+            StateError: ``resume_from`` is a state of other data.
         """
         import ray.data
 
         from ray_lance_stream.datasource import StreamDatasource
 
-        source = StreamDatasource(self._config, self._recipe, epoch=epoch, start_step=start_step)
+        source = StreamDatasource(self._config, self._recipe, epoch=epoch, start_step=start_step, name=name)
         dataset: ray.data.Dataset = ray.data.read_datasource(source, override_num_blocks=override_num_blocks)
         return dataset
 

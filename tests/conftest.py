@@ -100,6 +100,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=0, help="the first of these seeds; they say when and where faults come")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as quick what is none of the longer kinds."""
+    for item in items:
+        if not any(item.get_closest_marker(kind) for kind in ("cluster", "slow", "fault", "thorough")):
+            item.add_marker(pytest.mark.quick)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeats tests of faults, each time with another ``rng``."""
     if metafunc.definition.get_closest_marker("fault") is not None:

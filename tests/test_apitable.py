@@ -29,6 +29,8 @@ from ray_lance_stream.apitable import ApiTable
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.table import PinnedTable
 
+pytestmark = pytest.mark.thorough
+
 API_KEY = "sk_never-to-be-seen"
 LAST = 3  # the version that `grow` leaves
 

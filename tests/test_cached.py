@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,8 @@ from ray_lance_stream.location import TableRef
 from ray_lance_stream.readable import ReadableTable
 from ray_lance_stream.table import PinnedTable
 
+pytestmark = pytest.mark.thorough
+
 SECRET = "some-secret-key"
 MIB = 1024 * 1024
 
@@ -37,11 +41,13 @@ def spec_of(path: Path, max_bytes: int = 100 * MIB) -> CacheSpec:
 
 
 def bytes_in(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    """Bytes of files, without their checksums."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.suffix != ".sum")
+    return sum(file.stat().st_size for file in files)
 
 
 def files_in(path: Path, suffix: str = ".lance") -> set[str]:
-    return {file.name for file in path.rglob(f"*{suffix}")}
+    return {file.name for file in path.rglob(f"*{suffix}") if file.suffix != ".sum"}
 
 
 @pytest.fixture
@@ -156,6 +162,25 @@ def test_files_that_are_taken_away_are_read_from_the_storage_again(
     assert "is read from its storage" in caplog.text
 
 
+def test_files_that_have_changed_are_fetched_anew(ref: TableRef, tmp_path: Path) -> None:
+    plain, spec = ref.open(), spec_of(tmp_path / "cache")
+    first = kept(ref, spec, [])
+    keep_all(first)
+    del first
+    files = sorted((tmp_path / "cache").rglob("*.lance"))
+    contents = [path.read_bytes() for path in files]
+    for path in files[::2]:  # as a disk does that fails, at the same size
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
+        path.write_bytes(data)
+    files[1].write_bytes(files[3].read_bytes())
+    table, rows = kept(ref, spec, []), np.random.default_rng(2).permutation(plain.num_rows)
+    for _ in range(3):
+        assert table.take(rows, None).equals(plain.take(rows, None))
+        keep_all(table)
+    assert [path.read_bytes() for path in files] == contents
+
+
 def test_a_version_that_is_not_in_use_makes_room_for_another(ref: TableRef, tmp_path: Path) -> None:
     data = bytes_in(tmp_path / "db" / "t.lance")
     spec = spec_of(tmp_path / "cache", int(1.2 * data))
@@ -214,7 +239,7 @@ def test_the_budget_holds_for_all_who_fetch(tmp_path: Path) -> None:
     assert files_in(tmp_path, "") >= {"a"} and bytes_in(tmp_path) == 60
     one.close()
     assert other.fetch("b", 41, lambda path: path.write_bytes(b"x" * 41))
-    assert bytes_in(tmp_path) == 41 and not (tmp_path / "one").exists()
+    assert bytes_in(tmp_path) == 41 and not (tmp_path / "ray_lance_stream" / "one").exists()
 
 
 def test_a_file_that_is_being_fetched_counts_and_is_not_fetched_twice(tmp_path: Path) -> None:
@@ -228,6 +253,37 @@ def test_a_file_that_is_being_fetched_counts_and_is_not_fetched_twice(tmp_path: 
 
     assert one.fetch("a", 60, download)
     assert other.fetch("a", 60, lambda _: pytest.fail("fetched again"))
+
+
+def test_what_others_keep_beside_it_is_left_alone(tmp_path: Path) -> None:
+    others = [tmp_path / "film.part", tmp_path / "model" / "seat.reserved", tmp_path / "mine" / "in_use"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 90)
+    one, other = DiskCache(spec_of(tmp_path, 100), "one"), DiskCache(spec_of(tmp_path, 100), "other")
+    assert one.fetch("a", 100, lambda path: path.write_bytes(b"x" * 100))
+    one.close()
+    assert other.fetch("b", 100, lambda path: path.write_bytes(b"x" * 100))
+    assert all(path.read_bytes() == b"x" * 90 for path in others)
+
+
+@pytest.mark.parametrize("kind", ["others may write", "a link", "a file"])
+def test_a_default_directory_that_others_have_made_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spec = CacheSpec(directory=None, max_bytes=100)
+    DiskCache(spec, "one").close()
+    (own,) = tmp_path.iterdir()
+    assert own.stat().st_mode & 0o777 == 0o700
+    DiskCache(spec, "one").close()
+    if kind == "others may write":
+        own.chmod(0o770)
+    else:
+        shutil.rmtree(own)
+        own.symlink_to(tmp_path) if kind == "a link" else own.write_text("")
+    with pytest.raises(PermissionError, match="pass cache_dir"):
+        DiskCache(spec, "one")
 
 
 def test_a_download_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -254,7 +310,7 @@ def test_what_a_killed_process_was_fetching_is_fetched_by_another(tmp_path: Path
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert len(list((tmp_path / "one").glob("a.*"))) == 2  # its half, and its reservation
+    assert len(list((tmp_path / "ray_lance_stream" / "one").glob("a.*"))) == 2  # its half, and its reservation
     other = DiskCache(spec_of(tmp_path, 100), "other")
     assert other.fetch("b", 90, lambda path: path.write_bytes(b"x" * 90))  # needs what the first one had reserved
     assert DiskCache(spec_of(tmp_path, 100), "one").fetch("a", 10, lambda path: path.write_bytes(b"x" * 10))
@@ -309,7 +365,7 @@ def test_a_second_epoch_reads_nothing_from_an_object_store(running: Store, tmp_p
     assert not [seen for seen in running.requests if seen.method == "GET" and "/data/" in seen.path]
     for path in directory.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
-    assert os.stat(directory).st_mode & 0o077 == 0
+    assert os.stat(directory / "ray_lance_stream").st_mode & 0o077 == 0
 
 
 @pytest.mark.cluster

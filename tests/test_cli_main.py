@@ -26,6 +26,8 @@ from ray_lance_stream.cli.main import cli, main
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import global_batches
 
+pytestmark = pytest.mark.thorough
+
 COMMANDS = ("bench", "convert", "dashboard", "diff", "explain", "inspect", "plan", "release", "status")
 SECRET = "hush-hush-secret"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 import ray.data
 from conftest import Tables
+from runs import opened_here
 
 from ray_lance_stream import ConfigError, LanceStream, MapBatches, PrefetchConfig, ReplaceRow, TransformError
 from ray_lance_stream.local import LocalLink
@@ -83,6 +85,21 @@ class TestDataset:
         assert rows(stream.to_dataset(), "id") == expected and -1 in expected
         with pytest.raises(ConfigError, match=r"skips rows.*\n?.*ReplaceRow"):
             tables.stream(50, on_transform_error="skip", **options).to_dataset()
+
+    def test_it_begins_where_a_state_says(self, tables: Tables) -> None:
+        drawn = tables.stream(150, shuffle_seed=None, skip_steps=[(0, 3, 4), (0, 9, 9), (1, 2, 2)])
+        with opened_here(drawn) as shard:
+            given = iter(shard.iter_batches())
+            seen = [i for batch in itertools.islice(given, 3) for i in batch["id"].tolist()]
+            step, state = shard.step, shard.state_dict()
+            rest = [i for batch in given for i in batch["id"].tolist()]
+            second = [i for batch in shard.iter_batches() for i in batch["id"].tolist()]
+        again = tables.stream(150, shuffle_seed=None, resume_from=state)
+        assert rows(again.to_dataset(), "id") == seen + rest
+        assert rows(again.to_dataset(start_step=step), "id") == rest
+        assert rows(again.to_dataset(epoch=1), "id") == second
+        with pytest.raises(ConfigError, match="epoch is not valid"):
+            again.to_dataset(epoch=2**63)
 
     def test_the_end_of_the_epoch(self, tables: Tables) -> None:
         stream = tables.stream(50)

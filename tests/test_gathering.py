@@ -22,6 +22,8 @@ from ray_lance_stream import (
 )
 from ray_lance_stream.gathering import StateSource, gather_state_dict, load_rank_states, save_rank_state
 
+pytestmark = pytest.mark.thorough
+
 if TYPE_CHECKING:
     from conftest import Tables  # not imported: the processes that are started need no Lance
 

@@ -25,6 +25,8 @@ from ray_lance_stream.errors import ConfigError, StateError, StreamClosedError
 from ray_lance_stream.integrations.trained import TrainedBatches
 from ray_lance_stream.link import open_shards, speaking
 
+pytestmark = pytest.mark.thorough
+
 NUM_CPUS = 4
 ROWS = 50  # of which 48 make up the 4 splits: 6 steps of 8 an epoch
 Loop = Callable[[dict[str, Any]], None]

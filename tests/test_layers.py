@@ -444,6 +444,7 @@ def test_the_package_says_the_same_to_python_and_to_type_checkers() -> None:
         assert f" {name}" in FILES[module].read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("names", "forbidden"), [(PURE, HEAVY), (ROWS_TO_BLOCKS, {"ray", "torch"})], ids=["pure", "rows to blocks"]
 )

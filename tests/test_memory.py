@@ -21,6 +21,8 @@ from ray_lance_stream.sifting import joined
 from ray_lance_stream.transform import TransformContext
 from ray_lance_stream.trial import sifted
 
+pytestmark = pytest.mark.thorough
+
 MIB = 1024 * 1024
 ROWS, WIDTH, PAYLOAD, SPLITS = 200_000, 64, 1024, 8  # 250 MiB
 PER_SPLIT = ROWS // SPLITS

@@ -17,6 +17,8 @@ from ray_lance_stream import ConfigError, LanceStream, StateError, StateMismatch
 from ray_lance_stream.explaining import rows_of_step
 from ray_lance_stream.testing import check_resume_at_every_step, global_batches
 
+pytestmark = pytest.mark.thorough
+
 ROWS = 50
 
 

@@ -23,7 +23,7 @@ from ray_lance_stream.origins import COLUMNS
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.topology import Replica, Seat
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_threads_left")]
 ROWS = 50
 ROW, SPLIT, POSITION, EPOCH, STEP, INDEX = COLUMNS
 STREAMS: dict[str, dict[str, Any]] = {

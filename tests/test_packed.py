@@ -46,6 +46,8 @@ from ray_lance_stream import (
 )
 from ray_lance_stream.state import StreamState
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Any:

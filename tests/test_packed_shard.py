@@ -36,7 +36,7 @@ from ray_lance_stream.position import Position
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import GlobalBatch, check_resume_at_every_step, global_batches
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_threads_left")]
 STEP = 2 * SPLITS  # blocks; 40 an epoch are 5 steps
 
 

@@ -271,6 +271,7 @@ def test_a_cursor_after_any_block_continues_bit_for_bit(case: Case, at_once: int
         assert again == [reference_cursor(case.documents, case.size, b) for b in range(blocks, case.count + 1)]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=20)
 @given(cases(), st.integers(1, 3))
 def test_the_form_of_lancedb_continues_bit_for_bit(case: Case, at_once: int) -> None:
@@ -406,6 +407,7 @@ def corpus_of(path: Path, num_splits: int, rows: int, *, nulls: bool = False) ->
 SIDE_BY_SIDE = [(2, 13, 13, False, {True}), (3, 20, 6, False, {False}), (4, 28, 8, True, {True, False})]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_splits", "rows", "blocks", "nulls", "runs_dry"), SIDE_BY_SIDE)
 def test_side_by_side_with_lancedb(
     tmp_path: Path, num_splits: int, rows: int, blocks: int, nulls: bool, runs_dry: set[bool]
@@ -434,6 +436,7 @@ def test_side_by_side_with_lancedb(
     assert next(stream, None) is None
 
 
+@pytest.mark.thorough
 def test_a_state_of_theirs_loaded_in_ours_goes_back_to_theirs(tmp_path: Path) -> None:
     """Also while tokens of the loaded buffer are left: a document of ten blocks."""
     corpus = Corpus(tmp_path, [list(range(1, 200)), [5] * 9, [6] * 300, [7]], 2)

@@ -127,6 +127,7 @@ def test_matches_the_algorithm_in_exact_integers(data: st.DataObject, n: int, se
 # --- bijection ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_bijection_for_every_small_n() -> None:
     for n in range(2001):
         index = np.arange(n)
@@ -293,6 +294,7 @@ def test_the_measure_itself_sees_bad_orders() -> None:
     assert neighbourhoods_met(np.arange(n), n)[0] < 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [8, 12, 16, 31, 32, 48, 64])
 def test_small_n_every_row_comes_everywhere(n: int) -> None:
     """Over many seeds each row is about equally often at each position, also with few bits to mix."""
@@ -327,6 +329,7 @@ def assert_clumps_whole(rows: IntArray, clump: int) -> None:
     assert np.all(starts[1:] | (np.diff(rows) == 1))
 
 
+@pytest.mark.thorough
 def test_clumps_for_every_small_size() -> None:
     for n in range(1, 201):
         index = np.arange(n)
@@ -352,6 +355,7 @@ def test_the_short_clump_falls_anywhere() -> None:
     assert places == {0, 7, 14, 21, 28, 35}
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 2**61), st.integers(1, 2**62), st.integers(0, 2**32))
 def test_clumps_of_large_tables(data: st.DataObject, n: int, clump: int, seed: int) -> None:

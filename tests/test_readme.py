@@ -106,6 +106,7 @@ def test_the_transform_shown_makes_rows() -> None:
     assert np.array_equal(made["image"], pixels) and made["label"].to_pylist() == [4, 2]
 
 
+@pytest.mark.thorough
 def test_quoted_output_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the console blocks, on the table that the main job writes."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

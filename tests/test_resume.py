@@ -33,7 +33,7 @@ from ray_lance_stream.checkpoint import FILE_NAME, write_streams
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.testing import GlobalBatch, check_resume_at_every_step, check_transform, global_batches
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_threads_left")]
 
 
 def ids(batches: list[GlobalBatch]) -> list[list[int]]:

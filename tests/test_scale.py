@@ -87,6 +87,7 @@ def parts(whole: dict[int, int]) -> list[StreamState]:
     return [skipping({split: whole[split] for split in own if split in whole}) for own in owned]
 
 
+@pytest.mark.thorough
 def test_states_of_many_replicas_are_small_and_merge() -> None:
     states = parts(ALL)
     assert max(len(pickle.dumps(state)) for state in states) < 2000  # 8 splits each, not 8,192

@@ -29,6 +29,8 @@ from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.redacting import hidden, in_function, in_uri, named, shown_uri
 
+pytestmark = pytest.mark.thorough
+
 PLANTED = ("planted-secret-1", "planted/secret+2", "planted-secret-3")
 QUOTED = ("planted%2Fsecret%2B2",)
 API_KEY = PLANTED[0]  # a global, as scripts have them

@@ -473,6 +473,7 @@ def test_leaving_a_loop_ends_its_thread_and_close_ends_the_others(
     assert not [name for name in stream_threads() if name.startswith("lance-stream-prefetch")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("leave", [*WAYS, lambda shard: next(iter(shard))])
 def test_a_shard_that_is_dropped_without_close_frees_its_threads(
     tables: Tables, leave: Callable[[StreamShard], None]
@@ -683,6 +684,7 @@ def paced(batch: pa.RecordBatch) -> pa.RecordBatch:
     return PACED["now"](batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_the_first_block_of_rows_that_take_long_is_small(tables: Tables, on_error: Any) -> None:
     PACED["now"] = transform = Paced(row_s=0.02)

@@ -9,10 +9,13 @@ for neighbours that stay neighbours. Beyond 5 of them lie 6e-7 of normal values:
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from benchmarks.shuffle_quality import Quality, measure, qualities
 
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import OrderSpec, Plan, PlanSpec, TableIdentity
+
+pytestmark = pytest.mark.thorough
 
 SPLITS, CYCLES = 64, 4
 LIMIT = 5.0

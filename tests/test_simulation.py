@@ -21,6 +21,8 @@ from ray_lance_stream.shard import StreamShard
 from ray_lance_stream.simulation import Outcome, simulate
 from ray_lance_stream.topology import Replica, Seat, StepPlan
 
+pytestmark = pytest.mark.thorough
+
 ROWS = 10**8
 TABLE = TableIdentity(version=1, fingerprint="any")
 

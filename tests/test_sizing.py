@@ -78,6 +78,7 @@ def test_it_does_not_shrink_while_one_waits(waited: float, size: int) -> None:
     assert set(run(Sizing(1, size, HOLD_S), [FULL, one], size, 1000)) == {size}
 
 
+@pytest.mark.thorough
 @given(
     bounds=bounds,
     demand=st.floats(0, 60),

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from ray_lance_stream import LanceStream, PrefetchConfig, ReplaceRow, StateError, TransformError
 from ray_lance_stream.testing import GlobalBatch, check_resume_at_every_step, global_batches
 
+pytestmark = pytest.mark.thorough
+
 ROWS, SPLITS = 50, 4  # splits of 12 rows
 
 

@@ -104,6 +104,7 @@ FILTERS = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(filter=FILTERS)
 @example(filter="\"text\" != 'a'")

@@ -21,7 +21,7 @@ from ray_lance_stream.state import StreamState, merge_state_dicts
 from ray_lance_stream.stepskips import Skips, read_skip_steps
 from ray_lance_stream.testing import GlobalBatch, check_resume_at_every_step, global_batches
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("no_threads_left")]
 STEPS = 6  # of an epoch of 50 rows
 Steps = list[tuple[int, int, int]]
 

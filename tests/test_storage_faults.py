@@ -26,6 +26,8 @@ from ray_lance_stream.block import BlockBuilder
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.storage import is_refusal, is_trouble
 
+pytestmark = pytest.mark.thorough
+
 ROWS = 3000
 SECRET = "some-secret-key"
 EXPIRED = refused("ExpiredToken", "The provided token has expired.", 400)

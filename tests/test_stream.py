@@ -56,6 +56,7 @@ def test_the_global_batches_are_the_same_for_every_number_of_replicas(tables: Ta
         assert ids(global_batches(stream, world_size)) == expected, world_size
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block_bytes", [1, 700, 10**9])
 @pytest.mark.parametrize("max_buffer_bytes", [1, 3000, 10**9])
 @pytest.mark.parametrize("prefetch_batches", [0, 1, 8])
@@ -69,6 +70,7 @@ def test_block_sizes_budgets_and_prefetching_do_not_change_the_order(
         assert ids(found) == expected_ids(stream, 131)
 
 
+@pytest.mark.thorough
 @given(data=st.data())
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_order_and_coverage_of_any_stream(tables: Tables, data: st.DataObject) -> None:
@@ -124,6 +126,7 @@ def test_a_seed_is_drawn_when_none_is_given(tables: Tables) -> None:
 # --- lockstep and micro-batches ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("micro_batch_size", [None, 4, 7, 16, 10**6])
 def test_all_replicas_get_equally_many_micro_batches_of_bounded_size(
     tables: Tables, micro_batch_size: int | None
@@ -180,6 +183,7 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_torch_thread")
 def test_training_gives_the_same_weights_on_1_5_or_8_replicas_with_and_without_accumulation(tables: Tables) -> None:
     stream = tables.stream(131, num_splits=12, global_batch_size=36)

@@ -102,6 +102,7 @@ def test_missing_database_and_table(tmp_path: Path) -> None:
         TableRef(uri=str(tmp_path), name="image").open()
 
 
+@pytest.mark.thorough
 def test_errors_show_no_secrets(tmp_path: Path) -> None:
     options = {"aws_secret_access_key": SECRET, "aws_endpoint": f"http://127.0.0.1:9/{SECRET}"}
     options |= {"allow_http": "true", "aws_region": "us-east-1", "client_max_retries": "0"}
@@ -444,6 +445,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(operations=OPERATIONS, stable=st.booleans(), data=st.data())
 def test_row_numbers_equal_brute_force(operations: list[tuple[str, int]], stable: bool, data: st.DataObject) -> None:

@@ -36,6 +36,8 @@ from ray_lance_stream.state import StreamState
 from ray_lance_stream.tags import Protection, protections, release, run_in_tags
 from ray_lance_stream.testing import global_batches
 
+pytestmark = pytest.mark.thorough
+
 NOW = datetime.timedelta(0)
 NUM_CPUS = 4
 

@@ -17,6 +17,8 @@ from conftest import Tables, rows_from
 
 from streaming.sides import LANCEDB, OpenTable, Side, counts, flat, ids, merged, saved, take_cycles
 
+pytestmark = pytest.mark.thorough
+
 PLAIN: dict[str, Any] = {"shuffle": False}
 IN_ORDER = [first + step for step in range(6) for first in (0, 6, 12, 18)]
 

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from ray_lance_stream import ConfigError, StateError, StateMismatchError
 from streaming.sides import LANCEDB, Side, ids, merged, saved, take_cycles
 
+pytestmark = pytest.mark.thorough
+
 
 @dataclass(frozen=True)
 class Case:

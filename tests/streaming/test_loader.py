@@ -11,6 +11,8 @@ import pytest
 from ray_lance_stream.errors import StreamClosedError
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, counts, flat, ids, saved
 
+pytestmark = pytest.mark.thorough
+
 # --- state -------------------------------------------------------------------------------------------
 
 

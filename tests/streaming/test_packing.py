@@ -14,6 +14,8 @@ import pytest
 from streaming.conftest import new_table
 from streaming.sides import LANCEDB, OURS, SPLITS, Side, canonical, merged, saved
 
+pytestmark = pytest.mark.thorough
+
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 PACKED: dict[str, Any] = {"columns": ["tokens"], "pack_sequences": 8, "eos_id": 1, "pad_id": 2, "blocks_per_epoch": 40}
 

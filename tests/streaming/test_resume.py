@@ -30,6 +30,8 @@ from streaming.sides import (
     take_cycles,
 )
 
+pytestmark = pytest.mark.thorough
+
 SHUFFLED: dict[str, Any] = {"shuffle_seed": 5, "epoch": 2}
 
 

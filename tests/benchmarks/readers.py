@@ -1,0 +1,124 @@
+"""The readers that rates are compared of. Each yields (rows, batch) for one epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+from benchmarks.workloads import ensure_shards, image
+
+BATCH, SPLITS, SEED = 480, 48, 3
+BLOCK_BYTES = 32 * 2**20
+Batches = Iterator[Any]
+Transform = Callable[..., Any] | None
+
+
+def bare(directory: str, name: str, clump: int | None, transform: Transform) -> Batches:
+    """One thread that reads blocks in random order and gathers them."""
+    import lance
+
+    dataset = lance.dataset(str(Path(directory, f"{name}.lance")))
+    count, rng = dataset.count_rows(), np.random.default_rng(SEED)
+    order = rng.permutation(count) if clump is None else _clumps(rng, count, clump)
+    row_bytes = dataset.take([0, 1, 2]).nbytes / 3
+    size = max(BATCH, int(BLOCK_BYTES / row_bytes))
+    for start in range(0, count, size):
+        rows = order[start : start + size]
+        ordered = np.argsort(rows, kind="stable")
+        back = np.empty_like(ordered)
+        back[ordered] = np.arange(len(rows))
+        table = dataset.take(rows[ordered].tolist()).take(pa.array(back)).combine_chunks()
+        block = table if transform is None else transform(table.to_batches()[0])
+        yield len(rows), block
+
+
+def _clumps(rng: np.random.Generator, count: int, clump: int) -> Any:
+    starts = rng.permutation(-(-count // clump)) * clump
+    rows = (starts[:, None] + np.arange(clump)).ravel()
+    return rows[rows < count]
+
+
+def ours(stream_args: dict[str, Any], ready: Callable[[], None]) -> Batches:
+    """Our stream, with whatever prefetchers the process has Ray for."""
+    from ray_lance_stream import LanceStream
+
+    stream = LanceStream(num_splits=SPLITS, global_batch_size=BATCH, shuffle_seed=SEED, **stream_args)
+    with stream.open() as shard:
+        ready()
+        for batch in shard.iter_torch_batches():
+            yield len(batch["label"]), batch
+
+
+def lancedb_streaming(
+    directory: str, name: str, clump: int | None, transform: Transform, workers: int, read_size: int
+) -> Batches:
+    """LanceDB's own classes."""
+    from lancedb.streaming import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(
+        lancedb.connect(directory).open_table(name),
+        num_splits=SPLITS,
+        shuffle_seed=SEED,
+        shuffle_clump_size=clump,
+        read_batch_size=read_size,
+        transform=transform,
+    )
+    for batch in StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
+        yield len(batch["label"]), batch
+
+
+def ray_data(directory: str, name: str, transform: Transform, *, shuffled: bool) -> Batches:
+    """Ray Data's reader; shuffled, it holds the whole table in its object store."""
+    import ray.data
+
+    dataset = ray.data.read_lance(str(Path(directory, f"{name}.lance")))
+    dataset = dataset.random_shuffle(seed=SEED) if shuffled else dataset
+    if transform is not None:
+        decoding = transform
+        dataset = dataset.map_batches(lambda table: decoding(table.to_batches()[0]), batch_format="pyarrow")
+    for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy"):
+        yield len(batch["label"]), batch
+
+
+def mosaicml(directory: str, name: str, clump: int | None, workers: int) -> Batches:
+    """``mosaicml-streaming``: by row, all rows are shuffled; with clumps, its default, which keeps shards together."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    path = ensure_shards(directory, name, "mds")
+    dataset = _decoding(StreamingDataset, name)(
+        local=path,
+        shuffle=True,
+        shuffle_seed=SEED,
+        shuffle_algo="naive" if clump is None else "py1e",
+        batch_size=BATCH,
+    )
+    for batch in DataLoader(dataset, batch_size=BATCH, num_workers=workers):
+        yield len(batch["label"]), batch
+
+
+def litdata(directory: str, name: str, workers: int) -> Batches:
+    """``litdata``, which shuffles chunks of 64 MB, and rows within them."""
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    path = ensure_shards(directory, name, "lit")
+    dataset = _decoding(StreamingDataset, name)(path, shuffle=True, seed=SEED)
+    for batch in StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
+        yield len(batch["label"]), batch
+
+
+def _decoding(base: Any, name: str) -> Any:
+    """A class of datasets of rows, which decodes images."""
+    if not name.startswith("d"):
+        return base
+
+    class Decoding(base):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> Any:
+            row = super().__getitem__(index)
+            return row | {"x": np.array(image(row["x"]))}
+
+    return Decoding
