@@ -34,7 +34,7 @@ import pyarrow as pa
 import ray
 import ray.train.torch
 import torch
-from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from sklearn.datasets import load_digits
 from torch import nn
@@ -185,7 +185,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--uri", help="LanceDB database, a path or URI; by default one in --output")
     parser.add_argument("--table", default="digits")
-    parser.add_argument("--workers", type=int, nargs=2, default=(2, 3), help="workers before and after the failure")
+    parser.add_argument(
+        "--workers", type=int, nargs=2, default=(2, 3), help="before the failure and after it, or from --resume on"
+    )
     parser.add_argument("--num-splits", type=int, default=16)
     parser.add_argument("--global-batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=24)
@@ -198,7 +200,9 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("output/digits"), help="a directory that all nodes see")
     parser.add_argument("--storage-path", help="where checkpoints go, a path or URI; by default in --output")
-    parser.add_argument("--resume", action="store_true", help="go on with what is in --output, if anything is")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with what is in --output, if anything is; else that is removed"
+    )
     parser.add_argument("--use-gpu", action="store_true", help="a GPU for each worker")
     parser.add_argument(
         "--autoscaled",
@@ -208,7 +212,8 @@ def main() -> None:
     args = parser.parse_args()
     output = args.output.resolve()
     if not args.resume:
-        shutil.rmtree(output, ignore_errors=True)
+        for name in ("db", "ids", "runs"):  # of an earlier run; nothing else that may be there
+            shutil.rmtree(output / name, ignore_errors=True)
     (output / "ids").mkdir(parents=True, exist_ok=True)
     uri = args.uri or str(output / "db")
     storage_path = args.storage_path or str(output / "runs")
@@ -249,7 +254,9 @@ def main() -> None:
             dataset_config=StreamDataConfig(),
             torch_config=TorchConfig(backend="nccl" if args.use_gpu else "gloo"),
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=args.use_gpu),
-            run_config=RunConfig(name="digits", storage_path=storage_path),
+            run_config=RunConfig(
+                name="digits", storage_path=storage_path, checkpoint_config=CheckpointConfig(num_to_keep=3)
+            ),
         ).fit()
 
     cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -48,7 +50,21 @@ def locate(path: str | Path) -> tuple[pafs.FileSystem, str]:
                 )
             ) from (None if in_uri(text) else error)
         return filesystem, inner
-    return pafs.LocalFileSystem(), str(Path(text).expanduser().resolve())
+    try:
+        text.encode()  # what Arrow takes
+        local = Path(text).expanduser().resolve()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # whoever reads it says what it found
+            local.lstat()
+        return pafs.LocalFileSystem(), str(local)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            explain(
+                "this is no path of a checkpoint",
+                found=f"{shown(text)} ({error})",
+                expected="a path, or a URI such as s3://bucket/runs/name/checkpoint",
+                remedy="correct it",
+            )
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +155,8 @@ def read_saved(filesystem: pafs.FileSystem, directory: str) -> Saved | None:
     if info.type != pafs.FileType.Directory:
         return None
     names = sorted(f.base_name for f in filesystem.get_file_info(pafs.FileSelector(directory)))
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        names = sorted(os.listdir(directory))  # with links that lead nowhere, which Arrow leaves out
     ours = [name for name in names if is_our_file(name)]
     found = {name: _read_file(filesystem, f"{directory}/{name}") for name in ours}
     if not found:
@@ -180,7 +198,7 @@ def _merged(directory: str, ranks: list[Saved]) -> Saved:
 
 def _read_file(filesystem: pafs.FileSystem, path: str) -> Saved:
     if filesystem.get_file_info(path).type != pafs.FileType.File:
-        raise _damaged(path, "a directory")
+        raise _damaged(path, "a directory, or a link that leads nowhere")
     try:
         content = read_json(filesystem, path)
     except ValueError as error:

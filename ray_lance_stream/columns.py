@@ -87,7 +87,7 @@ def to_table(output: Any, rows: int) -> pa.Table:
 def _check_rows(what: str, found: int, rows: int) -> None:
     if found != rows:
         remedy = "return one output row per input row; leave rows out with filter= or on_transform_error"
-        raise _bad(f"{what} has {found} rows for a batch of {rows}", found, f"{rows} rows", remedy)
+        raise _bad(f"{what} has {found} row{'s' * (found != 1)} for a batch of {rows}", found, f"{rows} rows", remedy)
 
 
 def _rows_to_columns(items: list[Any], rows: int) -> Mapping[Any, list[Any]]:

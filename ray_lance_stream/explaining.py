@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from ray_lance_stream.readable import ReadableTable
     from ray_lance_stream.stream import LanceStream
     from ray_lance_stream.userplan import UserPlan
-
-
-_STEP_REMEDY: Final = "pass what shard.step said at the end of the step: the first one of an epoch is 1"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,7 +174,7 @@ class OfflinePlan:
             columns: Columns to read.
             limit: Most rows to return.
         """
-        require_int("step", step, minimum=1, maximum=steps.num_steps, remedy=_STEP_REMEDY)
+        require_int("step", step, minimum=1, maximum=steps.num_steps, remedy=_step_remedy(step, steps.num_steps))
         if limit is not None:
             require_int("limit", limit, minimum=1, remedy="leave it out for all rows")
         cycles = steps.cycles(step - 1)
@@ -258,6 +255,14 @@ def rows_were_skipped() -> ConfigError:
             remedy="read the stream itself from the state",
         )
     )
+
+
+def _step_remedy(step: object, num_steps: int) -> str:
+    remedy = "pass what shard.step said at the end of the step: the first one of an epoch is 1"
+    if isinstance(step, int) and step > num_steps > 0:
+        epoch, before = divmod(step - 1, num_steps)
+        remedy += f"; counted from the beginning of the run, step {step} is step {before + 1} of epoch {epoch}"
+    return remedy
 
 
 def _known_rank(rank: int, world_size: int | None) -> int:

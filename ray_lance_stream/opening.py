@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ray_lance_stream.block import BlockRecipe
@@ -59,6 +60,25 @@ def block_recipe(
     return BlockRecipe(
         table=ref.located(table), columns=names, transform=made, policy=policy if sifts else None, plan=plan
     )
+
+
+@contextlib.contextmanager
+def checked_against(table: ReadableTable, *, is_latest: bool) -> Iterator[None]:
+    """Says of what does not go with a table's latest version that a run may have begun on an earlier one.
+
+    Args:
+        table: A version of the table.
+        is_latest: Whether it was taken because nothing named another one.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not is_latest or table.version == 1:
+            raise
+        raise ConfigError(
+            f"{error} That is so in version {table.version}, the latest: to go on with a run that began on an earlier "
+            "one, pass version= as ray-lance-stream inspect shows it of the run's checkpoint."
+        ) from error
 
 
 def saved_version(version: int | None, states: Mapping[str, StreamState] | None) -> int | None:

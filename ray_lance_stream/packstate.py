@@ -99,8 +99,9 @@ def cursors_from_json(state: object, num_splits: int) -> list[SplitCursor]:
         raise malformed("packing", state)
     documents, offsets, blocks = (_counts(state, key, num_splits) for key in (_SAMPLES, PACK_OFFSETS, _EMITTED))
     buffers = _read_buffers(_PACK_TOKENS, state.get(_PACK_TOKENS), num_splits)
-    for split, buffer in buffers.items():
-        if buffer.tokens and offsets[split]:
+    for split in range(num_splits):
+        # No block ends in a document before the first block, nor in one whose rest is in the buffer.
+        if offsets[split] and (not blocks[split] or buffers.get(split, PackBuffer()).tokens):
             raise malformed(PACK_OFFSETS, offsets[split])
     return [
         SplitCursor(documents=documents[i], offset=offsets[i], blocks=blocks[i], buffer=buffers.get(i, PackBuffer()))

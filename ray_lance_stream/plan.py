@@ -156,7 +156,8 @@ class SplitLayout:
                     "the table has no rows to train on" if self.num_rows == 0 else "fewer rows than splits",
                     found=f"{self.num_rows} rows (after the filter) for num_splits={self.num_splits}",
                     expected="at least one row for every split",
-                    remedy="check the table and filter, or pass a smaller num_splits",
+                    remedy="check the table and filter"
+                    + (", or pass a smaller num_splits" if self.num_rows else "; see which rows there are"),
                 )
             )
 

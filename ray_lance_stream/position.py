@@ -14,6 +14,19 @@ from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import StepPlan
 
 
+def check_resumable(config: StreamConfig) -> None:
+    """Raises StateError if a stream can go on from none of the states in ``resume_from``, whatever its name is."""
+    errors = []
+    for state in (config.resume_states or {}).values():
+        try:
+            Position.resume(config, state)
+            return
+        except StateError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 @dataclass(kw_only=True)
 class Position:
     """Moves as the trainer is handed batches, and only then.

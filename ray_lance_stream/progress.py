@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TextIO
 
-from ray_lance_stream.stats import StreamStats
+from ray_lance_stream.stats import SILENT_S, StreamStats
 
 logger = logging.getLogger("ray_lance_stream")
 SWITCH: Final = "RAY_LANCE_STREAM_PROGRESS"  # environment: 0 shows none, whatever the program says
@@ -105,15 +105,19 @@ class Progress:
         """
         seen = stats if stats.ranks else self._last
         if seen is None:
-            return self._without_workers("starting")
+            # Groups that ended before their first batch, as by an error in the loop.
+            again = f" (try {stats.restarts + 1})" if stats.restarts else ""
+            return self._without_workers(f"starting workers{again}")
         if stats.ranks:
-            self._last, self._without_since = stats, None
+            self._last = stats
+            if stats.silent_s <= SILENT_S:
+                self._without_since = None
         epoch, step = seen.epoch_and_step
         num_steps = self._num_steps = max(rank.num_steps for rank in seen.ranks) or self._num_steps
         over = epoch == self._epochs
         parts = [f"all {_plural(epoch, 'epoch')}" if over else f"epoch {epoch}, step {step}{_of(num_steps)}"]
-        if not stats.ranks:
-            parts.append(self._without_workers("restarting"))
+        if not stats.ranks or stats.silent_s > SILENT_S:
+            parts.append(self._without_workers("restarting workers" if not stats.ranks else "no word from the workers"))
             return "  ".join(self._share(epoch, step, num_steps, parts, columns))
         parts += [
             f"{seen.rows_per_s:,.0f} rows/s",
@@ -133,7 +137,7 @@ class Progress:
         waited_s = now - self._without_since
         if waited_s > _ASK_AFTER_S and now - self._asked_at > _ASK_AFTER_S:
             self._asked_at, self._reason = now, self._lacking()
-        return f"{doing} workers, {waited_s:.0f} s" + (f": {self._reason}" if self._reason else "")
+        return f"{doing}, {waited_s:.0f} s" + (f": {self._reason}" if self._reason else "")
 
     def _share(self, epoch: int, step: int, num_steps: int, parts: list[str], columns: int | None) -> list[str]:
         """Puts in front how much is done: of the run, or of the epoch if the run's length is not known."""

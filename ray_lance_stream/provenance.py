@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ray_lance_stream.counts import malformed, read_count
-from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain
+from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError, explain, shown
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import OrderSpec, TableIdentity, whole
 from ray_lance_stream.stepskips import NO_SKIPS, Skips
@@ -25,6 +25,7 @@ OVERRIDABLE_FIELDS: Final = (
     "table",
 )
 PACKING_FIELDS: Final = ("pack_sequences", "eos_id", "pad_id", "blocks_per_epoch")
+_SHOWN: Final = 400  # characters of a value that differs
 _SKIPPED: Final = "skipped_cycles"  # states of runs that left no step out do not have it
 
 
@@ -146,7 +147,7 @@ def reconcile(
         if name in allow_changes:
             continue
         can_override = name in OVERRIDABLE_FIELDS
-        remedy = f"build the stream with {name}={was!r}" + (
+        remedy = f"build the stream with {name}={shown(was, _SHOWN)}" + (
             f", or build it with allow_changes=({name!r},) if another order from here on is what you want"
             if can_override
             else ""
@@ -240,8 +241,8 @@ def mismatch_text(name: str, was: object, now: object, remedy: str) -> str:
     """Returns the message of a StateMismatchError."""
     return explain(
         f"{name} differs: the state belongs to other data",
-        found=f"{now!r}",
-        expected=f"{was!r}, as the state says",
+        found=shown(now, _SHOWN),
+        expected=f"{shown(was, _SHOWN)}, as the state says",
         remedy=remedy,
     )
 

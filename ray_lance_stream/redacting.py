@@ -17,6 +17,7 @@ _SHORT_IN_ENVIRONMENT: Final = 7  # many variables are named like secrets and ho
 _DEPTH: Final = 4  # of functions within functions that are looked into
 _SENSITIVE: Final = re.compile(r"key|token|secret|passw|passphrase|credential|authorization|signature|sas|sig$", re.I)
 _VARIABLE: Final = re.compile(r"SECRET|PASSWORD|TOKEN|API_KEY|ACCESS_KEY|ACCOUNT_KEY|SAS_KEY")
+_UNESCAPED: Final = re.compile(r"[a-z][a-z0-9+.-]*://([^/@:?#]*):([^@?#]*/[^?#]*)@", re.I)
 _PLACE: Final = re.compile(r"_(PATH|FILE|URI|URL|DIR)$")
 
 
@@ -35,13 +36,15 @@ def in_uri(uri: str) -> set[str]:
         parts = urlsplit(uri)
         found = ["" if _names_container(parts) else parts.username or "", parts.password or ""]
     except ValueError:  # not a URI; whoever opens it says so
-        return set()
+        return set(_before_host(uri))
+    found += _before_host(uri)
     found += [value for name, value in parse_qsl(parts.query) if _SENSITIVE.search(name)]
     return {text for part in found if part for text in (part, unquote(part))}
 
 
 def shown_uri(uri: str) -> str:
     """Returns a URI as messages may show it."""
+    uri = hidden(uri, _before_host(uri))
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -53,6 +56,12 @@ def shown_uri(uri: str) -> str:
         user = ":".join(_HIDDEN for _ in user.split(":", 1))
     netloc = f"{user}{at}{host}"
     return hidden(urlunsplit(parts._replace(netloc=netloc)), in_uri(f"x://x?{parts.query}"))
+
+
+def _before_host(uri: str) -> list[str]:
+    """Credentials with a "/" that should have been written %2F: a URI's syntax takes them for a path."""
+    found = _UNESCAPED.match(uri)
+    return [] if found is None else [text for text in found.groups() if text]
 
 
 def _names_container(parts: SplitResult) -> bool:

@@ -18,7 +18,7 @@ from ray_lance_stream.state import StreamState
 logger = logging.getLogger("ray_lance_stream")
 
 # What Ray Train writes into a run's directory about the run's checkpoints.
-_SNAPSHOT: Final = "checkpoint_manager_snapshot.json"
+SNAPSHOT: Final = "checkpoint_manager_snapshot.json"
 _EARLIER: Final = "earlier checkpoint of the run"
 _MAX_LOOK: Final = 64  # checkpoints looked into for an earlier one
 _SCHEMES: Final = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
@@ -179,7 +179,7 @@ def shown_place(filesystem: pafs.FileSystem, path: str) -> str:
 def _reported(filesystem: pafs.FileSystem, run: str) -> dict[str, int]:
     """Returns the run's checkpoints by name, with the number of the report; none if Ray Train does not tell."""
     try:
-        with filesystem.open_input_stream(f"{run}/{_SNAPSHOT}") as source:
+        with filesystem.open_input_stream(f"{run}/{SNAPSHOT}") as source:
             snapshot: Any = strict_json(source.read())
         names = [result["checkpoint_dir_name"] for result in snapshot["checkpoint_results"]]
         return dict(zip(names, map(int, snapshot["checkpoint_report_indices"]), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,7 @@ class RankStats:
     silent_s: float = 0.0
 
 
+SILENT_S: Final = 5.0  # workers are heard of once a second; after so long they are gone, or hang
 PrefetcherState: TypeAlias = Literal["starting", "building", "idle", "not answering", "leaving", "cannot start"]
 
 
@@ -190,6 +191,14 @@ class StreamStats:
     def wait_share(self) -> float:
         """The part of the time that worker waited for data lately, 0 to 1: by so much data slows the run down."""
         return self.slowest.wait_share if self.slowest is not None else 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since any worker was last heard of, usually at most one; 0 without workers.
+
+        More than some seconds: the worker group is being started again, or all of it hangs.
+        """
+        return min((rank.silent_s for rank in self.ranks), default=0.0)
 
     @property
     def epoch_and_step(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from ray import cloudpickle
 from ray_lance_stream.config import PrefetchConfig, StreamConfig, override_names
 from ray_lance_stream.packspec import Packing
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int, whole
+from ray_lance_stream.position import check_resumable
 from ray_lance_stream.progress import Progress
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.resuming import resume_states
@@ -24,7 +25,7 @@ from ray_lance_stream.sifting import ErrorPolicy, OnTransformError
 from ray_lance_stream.stats import RunProgress, StreamStats
 from ray_lance_stream.stepskips import Skips, read_skip_steps
 from ray_lance_stream.topology import StepPlan
-from ray_lance_stream.userplan import order_spec, read_plan
+from ray_lance_stream.userplan import column_names, order_spec, read_plan
 
 if TYPE_CHECKING:
     import ray.data
@@ -165,7 +166,7 @@ class LanceStream:
             require_int("version", version, minimum=1, remedy="pass a version of the table, or leave it out")
         # Imported here: Ray Train's controller unpickles streams, and has no use for Lance.
         from ray_lance_stream.location import TableRef
-        from ray_lance_stream.opening import block_recipe, pickled, saved_version
+        from ray_lance_stream.opening import block_recipe, checked_against, pickled, saved_version
         from ray_lance_stream.tags import check_protect, protect
         from ray_lance_stream.tokens import with_estimate
 
@@ -182,6 +183,13 @@ class LanceStream:
             resume_from, on_missing_state, of=lambda: Provenance(table=ref.open(version).identity, order=spec)
         )
         opened = ref.open(version if "table" in overrides else saved_version(version, states))
+        cycles: int | None = None  # where it is known here: a state may name an older version that has other rows
+        with checked_against(opened, is_latest=version is None and states is None):
+            opened.check_columns(column_names(columns))
+            if filter is not None:
+                opened.check_filter(filter)
+            if filter is None and resume_from is None and user_plan is None:
+                cycles = SplitLayout(num_rows=opened.num_rows, num_splits=num_splits).rows_per_split
         recipe = block_recipe(
             ref,
             opened,
@@ -192,11 +200,6 @@ class LanceStream:
             policy=policy,
             plan=user_plan,
         )
-        if filter is not None:
-            opened.check_filter(filter)
-        cycles: int | None = None  # where it is known here: a state may name an older version that has other rows
-        if filter is None and resume_from is None and user_plan is None:
-            cycles = SplitLayout(num_rows=opened.num_rows, num_splits=num_splits).rows_per_split
         if packing is not None:
             packing = with_estimate(packing, recipe, PlanSpec(table=opened.identity, order=spec, epoch=0))
             cycles = packing.blocks_per_split
@@ -228,6 +231,7 @@ class LanceStream:
             skip_steps=skipped,
         )
         dumps: Any = cloudpickle.dumps  # untyped
+        check_resumable(self._config)
         self._recipe = pickled(dataclasses.replace(recipe, cache=self._config.prefetch.cache), dumps)
         self._table_text = str(ref)
         self._tag: str | None = None
@@ -309,7 +313,7 @@ class LanceStream:
         Args:
             epoch: The epoch, counted from 0.
             start_step: Steps to leave out at its beginning: ``shard.step`` gives what a trainer has not seen yet.
-            name: The stream's name in the run that ``resume_from`` is of; seed, version and skipped steps are that one's.
+            name: The stream's name in the run that ``resume_from`` is of: seed, version and skipped steps are its.
             override_num_blocks: As for Ray Data's readers.
 
         Raises:

@@ -34,7 +34,8 @@ class StreamDataConfig(DataConfig):
             or pipeline parallelism; or a function (rank, world_size) -> (dp_rank, dp_size).
         datasets_to_split: As for ``DataConfig``: streams not named here are read whole by every worker. Workers
             need not stand at the same place in such a stream, nor open it; a checkpoint holds the state of the
-            lowest rank that has opened it.
+            lowest rank that has opened it. Its prefetchers read and transform it for each worker anew: where that is
+            slow, let the workers divide it, and add up what they find.
         **kwargs: Passed on to ``DataConfig``.
 
     Example:
@@ -77,8 +78,13 @@ class StreamDataConfig(DataConfig):
         for name, dataset in datasets.items():
             if isinstance(dataset, RunStream):
                 shared = self._split == "all" or name in self._split
-                replicas = self._replicas(world_size) if shared else [Replica()] * world_size
-                for worker, shard in zip(output, dataset.shards(name, replicas, shared=shared), strict=True):
+                try:
+                    replicas = self._replicas(world_size) if shared else [Replica()] * world_size
+                    shards = dataset.shards(name, replicas, shared=shared)
+                except ConfigError as error:
+                    dataset.refuse(error)
+                    raise
+                for worker, shard in zip(output, shards, strict=True):
                     worker[name] = shard
         return output
 
@@ -121,6 +127,7 @@ class RunStream:
         self.session = session
         self.name: str | None = None
         self._begun_as: str | None = None
+        self.refusal: ConfigError | None = None
         self.context = SimpleNamespace(execution_options=None)
 
     def shards(self, name: str, replicas: list[Replica], *, shared: bool = True) -> list[StreamShard]:
@@ -163,6 +170,14 @@ class RunStream:
         resume = self.config.resume_states
         return [StreamShard(self.config, seat, TrainLink(self.session, seat, resume)) for seat in seats]
 
+    def refuse(self, error: ConfigError) -> None:
+        """Has the next start of the worker group end the run, if there has been none: the run is set up wrongly.
+
+        Once there has been one, as with elastic scaling, the next group may have a size that fits.
+        """
+        if self._begun_as is None:
+            self.refusal = error
+
     def set_name(self, name: str) -> None:
         """As ``ray.data.Dataset.set_name``."""
         self.name = name
@@ -197,14 +212,16 @@ def run_stream(config: StreamConfig, recipe: bytes, previous: RunStream | None) 
         previous: What an earlier call of this process returned.
 
     Raises:
-        LanceStreamError: The run's checkpoint cannot be resumed from, as a worker has found. Raised here, in the
-            controller, it ends the run, however many failures of workers the run may have.
+        LanceStreamError: The run's checkpoint cannot be resumed from, as a worker has found, or its first worker group
+            could not be. Raised here, in the controller, it ends the run, however many failures it may have.
     """
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         from ray_lance_stream.local import LocalLink  # local mode only: it loads Lance
 
         return StreamShard(config, Seat(), LocalLink(Parcel.of(recipe).unpack(), in_run=True))
     if previous is not None:
+        if previous.refusal is not None:
+            raise previous.refusal
         if previous.session.is_alive(_ALIVE_TIMEOUT_S):
             _raise_refusal(previous.session)
             return previous

@@ -106,10 +106,16 @@ class TrainLink(RayLink):
         open_shards[shard.name] = shard
         if self.seat.world_rank == 0:
             logger.info(
-                "stream %r: epoch %d, step %d; %d %s an epoch, %d rows of the table left out",
+                "stream %r: epoch %d, step %d; %d %s an epoch, %d rows left out that fill no cycle or step",
                 *(shard.name, shard.epoch, shard.step),
                 *(shard.num_rows, "rows" if shard.packing is None else "packed blocks", shard.dropped_rows),
             )
+            if self.resume_states is not None and started_from() is None:
+                logger.warning(
+                    "stream %r goes on from resume_from, and ray.train.get_checkpoint() is None: weights are not "
+                    "restored with it, unless the loop loads them from that checkpoint itself",
+                    shard.name,
+                )
 
     def _run_name(self) -> str:
         return run_name()

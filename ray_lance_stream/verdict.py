@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from ray_lance_stream.stats import PrefetcherStats, RankStats
+from ray_lance_stream.stats import SILENT_S, PrefetcherStats, RankStats
 
 _WAITS: Final = 0.05  # of the time: less is not worth anybody's work
 _MOST_BUSY: Final = 0.8  # of a prefetcher's time: above it blocks queue, as they do not come evenly
@@ -22,6 +22,7 @@ _FULL: Final = 0.6
 _APART: Final = 2.0  # how many times slower than the others one prefetcher is, to be named
 _RANK_APART: Final = 3.0  # how many times as long as the others one rank waits, to be named
 _MOST_SHARE: Final = 0.95  # of waiting: beyond it the trainers' own time is too short to be measured, so "at least"
+_NOTHING_YET: Final = "nothing is known yet: no trainer has asked for data lately"
 
 
 def stream_verdict(ranks: Sequence[RankStats], prefetchers: Sequence[PrefetcherStats]) -> str:
@@ -32,8 +33,14 @@ def stream_verdict(ranks: Sequence[RankStats], prefetchers: Sequence[PrefetcherS
         prefetchers: Its pool.
     """
     rows_per_s = sum(rank.rows_per_s for rank in ranks)  # of all that ask, replicas of several ranks included
-    if not ranks or (not rows_per_s and not any(rank.waiting_s for rank in ranks)):
-        return "nothing is known yet: no trainer has asked for data lately"
+    if not ranks:
+        return _NOTHING_YET
+    silent_s = min(rank.silent_s for rank in ranks)
+    if silent_s > SILENT_S:
+        since = f"for {silent_s:.0f} s" if math.isfinite(silent_s) else "lately"
+        return f"no worker has been heard of {since}: Ray Train is starting them again, or they all hang"
+    if not rows_per_s and not any(rank.waiting_s for rank in ranks):
+        return _NOTHING_YET
     waits = max(rank.wait_share for rank in ranks)
     if waits < _WAITS:
         return f"trainers wait {_percent(waits)} for data: it is not the limit"

@@ -20,7 +20,7 @@ from ray_lance_stream.checkpoint import (
     write_streams,
 )
 from ray_lance_stream.counts import SplitCounts
-from ray_lance_stream.errors import StateError, StateMismatchError
+from ray_lance_stream.errors import ConfigError, StateError, StateMismatchError
 from ray_lance_stream.plan import OrderSpec, TableIdentity
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.state import StreamState
@@ -316,6 +316,20 @@ def test_a_file_of_a_later_version_says_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(DAMAGED["later version"])
     with pytest.raises(StateError, match=r"version 2, this package reads 1.*use the version of ray_lance_stream"):
         read_streams(LOCAL, str(tmp_path))
+
+
+def test_a_link_that_leads_nowhere_is_not_taken_for_no_file(tmp_path: Path) -> None:
+    (tmp_path / "lance_stream.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(StateError, match="leads nowhere"):
+        read_streams(*locate(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["a\x00b", "~no-such-user/x", "/tmp/\udcff", "a" * 5000, "loop/x"])
+def test_what_can_be_no_path_is_a_clear_error(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="this is no path of a checkpoint"):
+        locate(path)
 
 
 def test_a_directory_in_the_files_place_is_refused(tmp_path: Path) -> None:

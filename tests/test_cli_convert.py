@@ -97,6 +97,10 @@ def test_a_state_of_lancedb_is_told_what_it_belongs_to(tables: Tables, tmp_path:
     place = ("--uri", uri, "--table", "t", "--version", table.version - 1)
     of = ("--filter", options["filter"], "--shuffle-clump-size", 2)
     assert run("inspect", tmp_path / "lancedb.json", *of).exit_code == 2
+    ours = saved(tmp_path / "ours", state_at(7))
+    for command in (("inspect", ours), ("convert", ours, tmp_path / "c", "--to", "checkpoint")):
+        refused = run(*command, *place, *of)
+        assert refused.exit_code == 2 and "this one says what it belongs to" in refused.stderr
     shown = run("inspect", tmp_path / "lancedb.json", *place, *of, "--global-batch-size", 4)
     assert (shown.exit_code, "step 3 of 16 finished" in re.sub(" +", " ", shown.stdout)) == (0, True), shown.output
     done = run("convert", tmp_path / "lancedb.json", tmp_path / "out", "--to", "checkpoint", *place, *of)

@@ -251,6 +251,8 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
         (("--step", 1, "--num-splits", 4, "--rank", 0), "--world-size"),
         (("--step", 1, "--num-splits", 4, "--columns", "id,,x"), "separated by commas"),
         (("--step", 0, "--num-splits", 4), "Expected: an integer from 1 to 6"),
+        (("--step", 16, "--num-splits", 4), "step 16 is step 4 of epoch 2"),
+        (("--step", 1, "--num-splits", 4, "--epoch", 2**63), "epoch is not valid"),
         (("--step", 1, "--num-splits", 5), "pass 5 or 10"),
         (("--step", 1, "--num-splits", 4, "--filter", "nothing = 1"), "filter 'nothing = 1' does not work"),
         (("--step", 1, "--num-splits", 4, "--version", 77), "version 77"),

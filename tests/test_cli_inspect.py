@@ -192,12 +192,15 @@ def test_foreign_files(tmp_path: Path, content: str, named: str) -> None:
     assert named in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_run_directory_says_where_its_checkpoints_are(tmp_path: Path) -> None:
-    for k in range(5):
-        saved(tmp_path / f"checkpoint_{k:06d}", state_at(k))
-    done = run("inspect", tmp_path)
-    assert done.exit_code == 2
-    assert [f"checkpoint_{k:06d}" in done.stderr for k in range(5)] == [False, False, True, True, True]
+def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    for k, name in enumerate(("b", "c", "a")):
+        saved(tmp_path / f"checkpoint_{name}", state_at(k), stamp=(1, k))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_results": []}')
+    for place in (tmp_path, tmp_path / "checkpoint_manager_snapshot.json"):
+        done = run("inspect", place)
+        assert done.exit_code == 0 and f"{tmp_path}/checkpoint_a (lance_stream.json)" in done.stdout
+        assert "8 rows: 2 of each" in done.stdout
     (tmp_path / "empty").mkdir()
     empty = run("inspect", tmp_path / "empty")
     assert empty.exit_code == 2 and "no lance_stream.json" in empty.stderr

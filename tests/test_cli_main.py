@@ -253,7 +253,8 @@ def test_a_malformed_option_is_not_repeated(tables: Tables) -> None:
 def test_the_password_of_a_uri_is_not_shown(monkeypatch: pytest.MonkeyPatch, password: str) -> None:
     from ray_lance_stream.cli import loading
 
-    def failing(text: str) -> None:
+    def failing(text: str, of: object) -> None:
+        del of
         raise OSError(f"cannot read {text} or {text.replace('%2F', '/')}")
 
     monkeypatch.setattr(loading, "load", failing)

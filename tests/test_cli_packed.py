@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import run, saved, state_of
+from checkpoints import run, saved, state_at, state_of
 from packed import DOCUMENTS, PACKED, cycles_of, ranks, table_of
 
 from ray_lance_stream import ConfigError, LanceStream
@@ -78,6 +79,8 @@ def test_diff_names_what_differs(source: Any, tmp_path: Path) -> None:
     assert shown.exit_code == 1
     assert "blocks_consumed" in shown.output and "pack_sequences" not in shown.output
     assert "eos_id: 3" in run("diff", first, other, columns=200).output
+    rows = run("diff", saved(tmp_path / "rows", state_at(3)), first, columns=200)
+    assert rows.exit_code == 1 and re.search(r"rows_per_split +3 of each +none", rows.output)
 
 
 def test_convert_merges_ranks_and_writes_what_the_dataset_reads(source: Any, tmp_path: Path) -> None:

@@ -245,4 +245,5 @@ def test_it_is_refused_where_a_stream_is(tables: Tables) -> None:
     with pytest.raises(ValueError) as error:
         LanceStream(tables.uri(50), "t", num_splits=60, global_batch_size=60)
     done = run("plan", tables.uri(50), "t", "--num-splits", 60, "--global-batch-size", 60)
-    assert done.stderr == f"ray-lance-stream: {error.value}\n"
+    said = str(error.value).partition(" That is so in version")[0]
+    assert done.stderr == f"ray-lance-stream: {said}\n"

@@ -149,7 +149,7 @@ def test_no_rows() -> None:
         ([1, 2, 3], "has 3 rows for a batch of 4"),
         ({"x": np.zeros((5, 2))}, "Column 'x' has 5 rows for a batch of 4"),
         ({}, "has 0 rows for a batch of 4"),
-        (pa.table({"a": [1]}), "has 1 rows for a batch of 4"),
+        (pa.table({"a": [1]}), "has 1 row for a batch of 4"),
         ("abcd", "Found: str"),
         (None, "Found: NoneType"),
         ({"x": 3}, "Column 'x' is a single value"),

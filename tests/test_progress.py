@@ -6,6 +6,7 @@ import io
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from runs import wait_until
@@ -73,6 +74,21 @@ def test_a_run_that_gets_no_workers_says_for_how_long_and_why(monkeypatch: pytes
     assert len(asked) == 1, "now and then"
     progress.line(stats((0, 1)))
     assert progress.line(stats()) == "epoch 0, step 1/10  restarting workers, 0 s"
+
+
+def test_workers_that_are_not_heard_of_are_not_shown_as_if_they_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress, heard = Progress(StreamStats), stats((0, 3), (0, 4))
+    gone = replace(heard, ranks=tuple(replace(rank, silent_s=8.0) for rank in heard.ranks))
+    assert "2 workers" in progress.line(heard)
+    assert "2 workers" in progress.line(replace(heard, ranks=(heard.ranks[0], gone.ranks[1]))), "one is alive"
+    assert progress.line(gone) == "epoch 0, step 3/10  no word from the workers, 0 s"
+    now = 103.0
+    assert progress.line(gone) == "epoch 0, step 3/10  no word from the workers, 3 s"
+    assert progress.line(stats()) == "epoch 0, step 3/10  restarting workers, 3 s"
+    assert "2 workers" in progress.line(heard)
+    assert Progress(StreamStats).line(stats(restarts=2)) == "starting workers (try 3), 0 s"
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ def assert_hidden(error: BaseException) -> None:
 URIS = {
     f"s3://{PLANTED[0]}:planted%2Fsecret%2B2@bucket/db": "s3://***:***@bucket/db",
     f"s3://{PLANTED[0]}@bucket/db": "s3://***@bucket/db",
+    f"s3://AKIA:abc/{PLANTED[0]}+/@bucket/db": "s3://***:***@bucket/db",
     f"az://container/db?sig={QUOTED[0]}&sv=2024": "az://container/db?sig=***&sv=2024",
     f"https://host/db?token={PLANTED[2]}": "https://host/db?token=***",
 }
@@ -145,6 +146,7 @@ def test_a_uri_without_credentials_is_shown_as_it_is(plain: str) -> None:
 def test_a_checkpoint_that_is_named_with_a_password(tables: Tables) -> None:
     for place in (
         f"nowhere://{PLANTED[0]}:{PLANTED[2]}@bucket/run",
+        f"s3://AKIA:abc/{PLANTED[0]}@bucket/run",
         f"s3://a:{PLANTED[0]}@bucket/x?no_option={PLANTED[2]}&token={PLANTED[2]}",
     ):
         with pytest.raises(ConfigError, match="this is no URI of a checkpoint") as error:

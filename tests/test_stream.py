@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import functools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,15 @@ from conftest import Tables
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ray_lance_stream import ConfigError, LanceStream, PrefetchConfig, StateError, TableVersionError, TransformError
+from ray_lance_stream import (
+    ConfigError,
+    LanceStream,
+    PrefetchConfig,
+    StateError,
+    StateMismatchError,
+    TableVersionError,
+    TransformError,
+)
 from ray_lance_stream import testing as kit
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.testing import GlobalBatch, check_resume_at_every_step, check_transform, global_batches
@@ -306,6 +315,27 @@ def test_missing_and_empty_tables_are_refused(tables: Tables) -> None:
     with pytest.raises(TableVersionError, match="version 99") as version_error:
         tables.stream(version=99)
     says_all(version_error)
+
+
+def test_what_the_latest_version_does_not_have_an_earlier_one_may(tables: Tables) -> None:
+    uri, table = tables.own(40)
+    first = table.version
+    state = global_batches(tables.stream(uri=uri, filter="text != ''", columns=["id", "text"]), 2)[-1].state
+    table.drop_columns(["text"])
+    table.delete("id > 1")
+    for options in ({"filter": "text != ''"}, {"columns": ["id", "text"]}, {}):
+        with pytest.raises(ConfigError, match=rf"in version {table.version}, the latest.*pass version=") as error:
+            tables.stream(uri=uri, **options)
+        assert pickle.loads(pickle.dumps(error.value)).args == error.value.args
+        tables.stream(uri=uri, version=first, **options)
+    tables.stream(uri=uri, filter="text != ''", columns=["id", "text"], resume_from=state)
+
+
+def test_a_state_of_other_data_is_refused_at_construction(tables: Tables) -> None:
+    state = global_batches(tables.stream(100), 2)[-1].state
+    with pytest.raises(StateMismatchError, match="shuffle_seed differs"):
+        tables.stream(100, shuffle_seed=8, resume_from=state)
+    assert tables.stream(100, shuffle_seed=8, resume_from=state, allow_changes=["shuffle_seed"]).open().epoch == 0
 
 
 def test_a_filter_that_leaves_too_few_rows_is_refused_before_the_first_step(tables: Tables) -> None:

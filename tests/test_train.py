@@ -233,6 +233,22 @@ def test_sizes_that_cannot_work_fail_before_the_first_step(uri: str) -> None:
     stream.close()
 
 
+@pytest.mark.slow
+def test_a_run_that_is_set_up_wrongly_ends_however_many_failures_it_may_have(uri: str, tmp_path: Path) -> None:
+    stream = make_stream(uri)
+    with pytest.raises(ray.train.TrainingFailedError, match="not a multiple of ranks_per_replica"):
+        fit(
+            loop,
+            {"train": stream},
+            3,
+            tmp_path,
+            dataset_config=StreamDataConfig(ranks_per_replica=2),
+            max_failures=-1,
+            epochs=1,
+        )
+    stream.close()
+
+
 def _local(config: dict[str, Any]) -> None:
     shard = ray.train.get_dataset_shard("train")
     for batch in shard.iter_batches():

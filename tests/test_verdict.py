@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ IDLE = (prefetcher(0, busy_share=0.3), prefetcher(1, busy_share=0.3))
     ("ranks", "prefetchers", "said"),
     [
         pytest.param((), (), "nothing is known yet", id="no rank"),
+        pytest.param(
+            (rank(silent_s=12.0), rank(1, silent_s=9.0)), TWO, "no worker has been heard of for 9 s", id="gone"
+        ),
+        pytest.param((rank(silent_s=math.inf),), TWO, "no worker has been heard of lately", id="unheard"),
         pytest.param((rank(rows_per_s=0.0),), TWO, "nothing is known yet", id="no batch was asked for"),
         pytest.param(
             (rank(wait_share=0.02), rank(1)), TWO, "trainers wait 2 % for data: it is not the limit", id="little"

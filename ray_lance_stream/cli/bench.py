@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import time
@@ -45,13 +46,20 @@ def _transform(context: click.Context, parameter: click.Parameter, value: str | 
     return value
 
 
+def _seconds(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    del context, parameter
+    if not 0.1 <= value < math.inf:  # nan neither
+        raise click.BadParameter("expected a number of seconds, 0.1 or more")
+    return value
+
+
 @click.command(short_help="Measure what a table delivers here.")
 @options.uri
 @options.table
 @click.option("--transform", metavar="MODULE:FUNCTION", callback=_transform, help="Run this transform, too.")
 @click.option("--num-splits", type=int, default=48, show_default=True, metavar="S", help="Splits of the stream.")
 @click.option("--global-batch-size", type=int, default=480, show_default=True, metavar="B", help="Rows of a step.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="Time for each rate.")
+@click.option("--seconds", type=float, default=5.0, callback=_seconds, show_default=True, help="Time for each rate.")
 @options.columns
 @options.filter_sql
 @options.shuffle_clump_size

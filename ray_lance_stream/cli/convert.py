@@ -62,11 +62,12 @@ def convert(
       ray-lance-stream convert lancedb.json /runs/c/start --to checkpoint \\
           --uri /data/db --table digits --version 7
     """
-    of = options.lancedb_state_of(uri, table, storage_options, **order_options)
+    said = options.LanceDBState(uri, table, storage_options, **order_options)
     from ray_lance_stream.checkpoint import locate
     from ray_lance_stream.cli.loading import load
 
-    loaded = load(source, of)
+    loaded = load(source, said.of)
+    said.check_used()
     filesystem, path = locate(target)
     if kind == _STATE_DICT:
         _write_state_dict(loaded, filesystem, path, name, force=force)

@@ -91,10 +91,12 @@ def _side_by_side(rows: list[list[str]]) -> str:
 
 
 def _shown(field: str, value: Any) -> str:
+    if value is None:  # of a field that only packed states have, or only states of rows
+        return "none"
     if field == "rows_per_split":
         if not value["different"]:
             return f"{value['most']:,} of each"
         return f"{value['min']:,} to {value['max']:,}, {len(value['different']):,} differ"
     if field == "rows_skipped_per_split":
         return f"{sum(value.values()):,} in {len(value):,} splits" if value else "none"
-    return "none" if value is None else text.cell(value)
+    return text.cell(value)

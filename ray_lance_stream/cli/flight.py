@@ -64,6 +64,7 @@ def in_flight(
     while cycle < steps.end_cycle and not source.is_steady():
         step = steps.rest_of_step(cycle)
         reader.read(range(step.start * len(owned), step.stop * len(owned)))
+        most_bytes, most_blocks = max(most_bytes, reader.buffered_bytes), max(most_blocks, source.blocks_after(cycle))
         # To the end of the step, then of the step in which the oldest block ends: between them nothing is asked for.
         block_end = steps.rest_of_step(source.first_end_after(cycle) - 1).stop
         for place in (step.stop, block_end):

@@ -45,23 +45,26 @@ def inspect(
     """Show how far the streams in CHECKPOINT are, and which data they belong to.
 
     CHECKPOINT is a checkpoint directory of a run or its lance_stream.json, as a path or a URI, or a JSON file with a
-    state dict. With --global-batch-size, which a checkpoint does not hold, the step is shown; with --uri and --table
-    the table is opened at the checkpoint's version, and what is left of the epoch is shown.
+    state dict; of a run's directory, in which checkpoints lie, it is the newest. With --global-batch-size, which a
+    checkpoint does not hold, the step is shown; with --uri and --table the table is opened at the checkpoint's version,
+    and what is left of the epoch is shown.
 
     A state dict that lancedb.streaming wrote does not say what it belongs to. Say it with --uri and --table, and
     --version, --filter, --no-shuffle and --shuffle-clump-size if they were not the defaults.
 
     \b
     Examples:
-      ray-lance-stream inspect /runs/digits/checkpoint_000012 \\
+      ray-lance-stream inspect /runs/digits/checkpoint_2026-11-30_14-24-06 \\
           --global-batch-size 480 --uri /data/db --table digits
-      ray-lance-stream inspect lancedb.json --uri /data/db --table digits --version 7
+      ray-lance-stream inspect lancedb.json \\
+          --uri /data/db --table digits --version 7
     """
-    of = options.lancedb_state_of(uri, table, storage_options, **order_options)
+    said = options.LanceDBState(uri, table, storage_options, **order_options)
     from ray_lance_stream.cli import describe
     from ray_lance_stream.cli.loading import load, one_stream
 
-    loaded = load(checkpoint, of)
+    loaded = load(checkpoint, said.of)
+    said.check_used()
     streams = loaded.streams
     if name is not None or uri is not None:  # a table belongs to one stream
         chosen, state = one_stream(loaded, name)

@@ -12,7 +12,7 @@ from pyarrow import fs as pafs
 from ray_lance_stream.checkpoint import FILE_NAME, Streams, is_our_file, locate, read_streams, strict_json
 from ray_lance_stream.errors import ConfigError, MissingStateError, explain, shown
 from ray_lance_stream.provenance import Provenance
-from ray_lance_stream.resuming import read_state_dict
+from ray_lance_stream.resuming import SNAPSHOT, read_state_dict
 from ray_lance_stream.state import StreamState
 
 DEFAULT_NAME: Final = "train"
@@ -42,10 +42,10 @@ class Loaded:
 
 
 def load(text: str, of: Callable[[], Provenance] | None = None) -> Loaded:
-    """Reads a checkpoint directory, one of its files, or a JSON file with a state dict.
+    """Reads a checkpoint directory, one of its files, a JSON file with a state dict, or a run's newest checkpoint.
 
     Args:
-        text: Its path or URI.
+        text: Its path or URI; or that of a run's directory, in which checkpoints lie.
         of: Returns what a state dict of ``lancedb.streaming``, which does not say it, belongs to.
 
     Raises:
@@ -58,6 +58,8 @@ def load(text: str, of: Callable[[], Provenance] | None = None) -> Loaded:
 
 def load_from(filesystem: pafs.FileSystem, path: str, of: Callable[[], Provenance] | None = None) -> Loaded:
     """As :func:`load`, for a path on a file system."""
+    if path.endswith(f"/{SNAPSHOT}"):  # it lies among the checkpoints, and has a name like theirs
+        path = path.rpartition("/")[0]
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.File:
         name = path.rsplit("/", 1)[-1]
@@ -67,8 +69,11 @@ def load_from(filesystem: pafs.FileSystem, path: str, of: Callable[[], Provenanc
                 filesystem=filesystem, path=path, files=(name,), streams={DEFAULT_NAME: state}, is_state_dict=True
             )
     streams = read_streams(filesystem, path)
+    if streams is None and (newest := _newest_below(filesystem, path, info)) is not None:
+        path, info = newest, filesystem.get_file_info(newest)
+        streams = read_streams(filesystem, path)
     if streams is None:
-        raise MissingStateError(_nothing_there(filesystem, path, info))
+        raise MissingStateError(_nothing_there(path, info))
     files = (path.rsplit("/", 1)[-1],) if info.is_file else our_files(filesystem, path)
     return Loaded(filesystem=filesystem, path=path, files=files, streams=streams, is_state_dict=False)
 
@@ -111,7 +116,7 @@ def versions_in(text: str) -> set[int]:
         inner = [read_streams(filesystem, info.path) for info in below if info.type == pafs.FileType.Directory]
         found = [one for one in inner if one is not None]
     if not found:
-        raise MissingStateError(_nothing_there(filesystem, path, filesystem.get_file_info(path)))
+        raise MissingStateError(_nothing_there(path, filesystem.get_file_info(path)))
     return {state.provenance.table.version for one in found for state in one.values()}
 
 
@@ -132,7 +137,18 @@ def newest_stamp(filesystem: pafs.FileSystem, directory: str, files: tuple[str, 
     return max(stamps)
 
 
-def _nothing_there(filesystem: pafs.FileSystem, path: str, info: pafs.FileInfo) -> str:
+def _newest_below(filesystem: pafs.FileSystem, path: str, info: pafs.FileInfo) -> str | None:
+    """Returns the checkpoint of a run's directory that was written last, by the stamps in the files."""
+    if info.type != pafs.FileType.Directory:
+        return None
+    found = filesystem.get_file_info(pafs.FileSelector(path))
+    directories = sorted((f.path for f in found if f.type == pafs.FileType.Directory), reverse=True)[:_MAX_LOOK]
+    files = {directory: our_files(filesystem, directory) for directory in directories}
+    with_ours = [directory for directory in directories if files[directory]]
+    return max(with_ours, key=lambda place: newest_stamp(filesystem, place, files[place]), default=None)
+
+
+def _nothing_there(path: str, info: pafs.FileInfo) -> str:
     if info.type == pafs.FileType.NotFound:
         return explain(
             f"{path} does not exist",
@@ -140,11 +156,9 @@ def _nothing_there(filesystem: pafs.FileSystem, path: str, info: pafs.FileInfo) 
             expected="a checkpoint directory or file",
             remedy="check the path",
         )
-    below = [f.path for f in filesystem.get_file_info(pafs.FileSelector(path)) if f.type == pafs.FileType.Directory]
-    near = [directory for directory in sorted(below, reverse=True)[:_MAX_LOOK] if our_files(filesystem, directory)]
     return explain(
         f"there is no stream state in {path}",
-        found=f"none here, but in {', '.join(near[:3])}" if near else f"no {FILE_NAME}",
-        expected="a checkpoint written by ray_lance_stream.report() or with save_state()",
-        remedy="name one of these" if near else "pass the directory of one checkpoint of the run",
+        found=f"no {FILE_NAME}, there or in a directory below it",
+        expected="a checkpoint written by ray_lance_stream.report() or with save_state(), or a run's directory of them",
+        remedy="pass one",
     )

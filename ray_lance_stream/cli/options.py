@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 DEBUG: Final = "ray_lance_stream.cli.debug"
 
+_LANCEDB_OPTIONS: Final = "--version, --filter, --no-shuffle and --shuffle-clump-size"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -94,27 +94,45 @@ def lancedb_state(command: F) -> F:
     return command
 
 
-def lancedb_state_of(
-    uri: str | None, table: str | None, storage_options: Mapping[str, str], **order_options: Any
-) -> Callable[[], Provenance] | None:
-    """Returns what says what a state of ``lancedb.streaming`` belongs to; None without --uri and --table.
+class LanceDBState:
+    """What a state of ``lancedb.streaming`` is said to belong to, by --uri, --table and :func:`lancedb_state`.
 
     Raises:
-        UsageError: One of the options of :func:`lancedb_state` is given without them.
+        UsageError: --uri or --table is missing.
     """
-    check_table_options(uri, table)
-    if uri is None or table is None:
-        if any(value not in (None, False) for value in order_options.values()):
-            raise click.UsageError("--version, --filter, --no-shuffle and --shuffle-clump-size need --uri and --table")
-        return None
-    return functools.partial(_lancedb_provenance, table_ref(uri, table, storage_options), **order_options)
 
+    def __init__(
+        self, uri: str | None, table: str | None, storage_options: Mapping[str, str], **order_options: Any
+    ) -> None:
+        check_table_options(uri, table)
+        self._given = any(value not in (None, False) for value in order_options.values())
+        if uri is None and self._given:
+            raise click.UsageError(f"{_LANCEDB_OPTIONS} need --uri and --table")
+        self._uri, self._table, self._storage_options = uri, table, storage_options
+        self._order_options = order_options
 
-def _lancedb_provenance(ref: TableRef, *, version: int | None, **order_options: Any) -> Provenance:
-    from ray_lance_stream.provenance import Provenance
+    @property
+    def of(self) -> Callable[[], Provenance] | None:
+        """Returns it; None without --uri and --table."""
+        return None if self._uri is None else self._provenance
 
-    order = order_of(1, order="lancedb", **order_options)  # splits and seed are the state's own
-    return Provenance(table=ref.open(version).identity, order=order)
+    def check_used(self) -> None:
+        """Raises UsageError if the options were given for a state that says by itself what it belongs to."""
+        if self._given:
+            raise click.UsageError(
+                f"{_LANCEDB_OPTIONS} are for a state of lancedb.streaming; this one says what it belongs to"
+            )
+
+    def _provenance(self) -> Provenance:
+        from ray_lance_stream.provenance import Provenance
+
+        assert self._uri is not None and self._table is not None
+        self._given = False  # used
+        version, options = self._order_options["version"], dict(self._order_options)
+        del options["version"]
+        order = order_of(1, order="lancedb", **options)  # splits and seed are the state's own
+        ref = table_ref(self._uri, self._table, self._storage_options)
+        return Provenance(table=ref.open(version).identity, order=order)
 
 
 def order_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +12,7 @@ import click
 from ray_lance_stream.cli import options, text
 from ray_lance_stream.errors import MissingStateError
 from ray_lance_stream.errors import explain as explained
+from ray_lance_stream.stats import SILENT_S
 
 if TYPE_CHECKING:
     from ray_lance_stream.cluster.overview import Overview
@@ -36,7 +38,7 @@ def status(run: str | None, address: str | None, timeout_s: float, json_output: 
     Example:
       ray-lance-stream status digits
     """
-    from ray_lance_stream.cluster.joining import joined
+    from ray_lance_stream.cluster.joining import cluster_address, joined
     from ray_lance_stream.cluster.overview import overview
     from ray_lance_stream.cluster.room import lacking
 
@@ -44,7 +46,7 @@ def status(run: str | None, address: str | None, timeout_s: float, json_output: 
         found = overview("", timeout_s)
         chosen = [stats for stats in found.runs if run is None or run in (stats.run, stats.session)]
         if not chosen:
-            raise _nothing(run, found, lacking())
+            raise _nothing(run, found, lacking(), cluster_address())
     if json_output:
         runs = [dataclasses.asdict(stats) | {"rows_per_s": stats.rows_per_s} for stats in chosen]
         click.echo(text.as_json({"runs": runs, "silent": found.silent}))
@@ -54,13 +56,15 @@ def status(run: str | None, address: str | None, timeout_s: float, json_output: 
             click.echo(f"\n{session}: its coordinator does not answer, or is just being started again")
 
 
-def _nothing(run: str | None, found: Overview, lacking: str | None) -> MissingStateError:
+def _nothing(run: str | None, found: Overview, lacking: str | None, cluster: str) -> MissingStateError:
     silent = f", and {', '.join(found.silent)}, which did not answer" if found.silent else ""
     names = sorted({stats.run or stats.session for stats in found.runs})
     return MissingStateError(
         explained(
             "no stream is running here" if run is None else f"no run {text.printable(run)!r} is here",
-            found=(text.printable(", ".join(names)) or "no run") + silent + (f"; {lacking}" if lacking else ""),
+            found=(text.printable(", ".join(names)) or f"no run on {cluster}")
+            + silent
+            + (f"; {lacking}" if lacking else ""),
             expected="a run whose training workers have started"
             + ("" if run is None else ", which knows its name from then on"),
             remedy="wait for the run to start; look at another cluster with --address; or, if it has ended, at where "
@@ -102,13 +106,19 @@ def _ranks(ranks: Sequence[RankStats]) -> str:
             f"{rank.step}/{rank.num_steps or '?'}",
             f"{rank.wait_share:.0%}",
             f"{rank.wait_p99_s:.3f} s",
-            f"{rank.waiting_s:.1f} s" if rank.waiting_s else "-",
+            _now(rank),
             rank.node[:_NODE_CHARACTERS],
             _wait(rank),
         )
         for rank in ranks
     ]
     return text.table(("rank", "epoch", "step", "waits", "p99", "now", "node", "for"), rows, left=(6, 7))
+
+
+def _now(rank: RankStats) -> str:
+    if rank.silent_s > SILENT_S:
+        return f"silent {rank.silent_s:.0f} s" if math.isfinite(rank.silent_s) else "silent"
+    return f"{rank.waiting_s:.1f} s" if rank.waiting_s else "-"
 
 
 def _wait(rank: RankStats) -> str:

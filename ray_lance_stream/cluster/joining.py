@@ -49,6 +49,11 @@ def joined(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
+def cluster_address() -> str:
+    """Where the cluster is to which this process is connected."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def _knock(address: str | None) -> None:
     """Raises OSError where nobody listens: Ray itself would try for more than a minute."""
     host, _, port = (address or "").rpartition("://")[2].rpartition(":")

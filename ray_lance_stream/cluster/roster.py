@@ -147,7 +147,7 @@ class Roster:
             stream=seen.stream,
             started_at=self.incarnation / 1e9,  # ids of incarnations are times
             world_size=seen.world_size,
-            restarts=seen.restarts,
+            restarts=max(seen.restarts, self._groups - 1),
             ranks=ranks,
             prefetchers=prefetchers,
             wanted=len(self._wanted),

@@ -7,7 +7,18 @@ needed.
 * The same run, name and storage path: start it again. Ray Train finds the run's last checkpoint, and the stream reads
   its state from there. The number of workers may be another one.
 * A new run: pass the checkpoint's path, URI or ``ray.train.Checkpoint`` as ``resume_from``. It counts until the new run
-  has a checkpoint of its own.
+  has a checkpoint of its own. Until then ``ray.train.get_checkpoint()`` is None in the loop, so that the weights are
+  the loop's to find; hand it the same checkpoint, here as a directory that every worker sees:
+
+    stream = LanceStream(..., resume_from="/shared/runs/old/checkpoint_12")
+    trainer = TorchTrainer(train_loop, train_loop_config={"begin_with": "/shared/runs/old/checkpoint_12"})
+
+    def train_loop(config):
+        checkpoint = ray.train.get_checkpoint() or Checkpoint.from_directory(config["begin_with"])
+        with checkpoint.as_directory() as directory:
+            net.load_state_dict(torch.load(f"{directory}/model.pt")["model"])
+
+  A worker that begins so without a checkpoint says it in its log, where the stream stands and that weights are missing.
 
 The table may have moved. A copy of it, files and versions, is the same table under any URI:
 
@@ -37,5 +48,6 @@ that was written anew from the same rows is another one, and is refused:
 
 ``allow_changes=("table",)`` accepts it, if you know that its rows are the same in the same order.
 
-``ray-lance-stream inspect CHECKPOINT`` shows what a checkpoint says, without a cluster.
+``ray-lance-stream inspect CHECKPOINT`` shows what a checkpoint says, without a cluster; the run's directory stands for
+its newest one.
 """

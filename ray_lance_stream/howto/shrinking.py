@@ -18,8 +18,9 @@ micro-batches on one replica as on another:
 
 The loop accumulates gradients and lets the optimiser step where ``shard.is_step_end`` says so:
 
+    alone = ray.train.get_context().get_world_size() == 1  # then prepare_model() adds no DDP, and no no_sync()
     for batch in shard.iter_torch_batches(micro_batch_size=32):
-        with nullcontext() if shard.is_step_end else model.no_sync():
+        with nullcontext() if shard.is_step_end or alone else model.no_sync():
             (criterion(model(batch["image"]), batch["label"]) * shard.loss_scale).backward()
         if shard.is_step_end:
             optimizer.step()

@@ -48,7 +48,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))  # behind packages: mosaicml-streaming is called as a directory here is
 from benchmarks import readers
 from benchmarks.report import Line, machine, save, show
-from benchmarks.workloads import ROWS, decode, ensure_table
+from benchmarks.workloads import ROWS, decode, ensure_shards, ensure_table
 
 ORDERS = {"row": None, "clump 64": 64}
 LANCEDB = [f"lancedb.streaming {workers}w {size}" for workers in (0, 2) for size in (64, 256, 1024)]
@@ -88,7 +88,7 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
         began.append(time.perf_counter())
 
     if contender in PEERS:  # writes its files before the clock starts
-        readers.ensure_shards(directory, name, "mds" if contender.startswith("mosaicml") else "lit")
+        ensure_shards(directory, name, "mds" if contender.startswith("mosaicml") else "lit")
     if ray_runs:
         import ray
 
@@ -327,7 +327,8 @@ def main() -> None:
     for workload in args.workloads:
         ensure_table(args.directory, workload, int(ROWS[workload] * args.scale))
     print(machine())
-    results, lines = {}, []
+    results: dict[str, Runs] = {}
+    lines: list[Line] = []
     for workload in args.workloads:
         for order in args.orders:
             found = results[f"({workload}) by {order}"] = compare(args, workload, order)

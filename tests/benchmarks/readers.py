@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,12 @@ def ray_data(directory: str, name: str, transform: Transform, *, shuffled: bool)
 
 def mosaicml(directory: str, name: str, clump: int | None, workers: int) -> Batches:
     """``mosaicml-streaming``: by row, all rows are shuffled; with clumps, its default, which keeps shards together."""
-    from streaming import StreamingDataset
     from torch.utils.data import DataLoader
 
+    streaming: Any = importlib.import_module("streaming")  # also the name of a directory of tests
+
     path = ensure_shards(directory, name, "mds")
-    dataset = _decoding(StreamingDataset, name)(
+    dataset = _decoding(streaming.StreamingDataset, name)(
         local=path,
         shuffle=True,
         shuffle_seed=SEED,
@@ -103,11 +105,10 @@ def mosaicml(directory: str, name: str, clump: int | None, workers: int) -> Batc
 
 def litdata(directory: str, name: str, workers: int) -> Batches:
     """``litdata``, which shuffles chunks of 64 MB, and rows within them."""
-    from litdata import StreamingDataLoader, StreamingDataset
-
+    lit: Any = importlib.import_module("litdata")
     path = ensure_shards(directory, name, "lit")
-    dataset = _decoding(StreamingDataset, name)(path, shuffle=True, seed=SEED)
-    for batch in StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
+    dataset = _decoding(lit.StreamingDataset, name)(path, shuffle=True, seed=SEED)
+    for batch in lit.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
         yield len(batch["label"]), batch
 
 
