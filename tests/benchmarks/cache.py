@@ -4,26 +4,27 @@
 
 A server of the S3 protocol on this machine, with latency put in front of every read of data. 64 float32 and a label a
 row, shuffled by row, 8 data files; one process, without Ray. Prints the medians, with the least and the most, of each
-epoch's rate, and the part of its rows that the disk gave.
+epoch's rate, the part of its rows that the disk gave, and the rate of a bare reader.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import lance
 import lancedb
 import numpy as np
 import pyarrow as pa
 
 from ray_lance_stream import LanceStream, PrefetchConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.report import Line, save, show
 from stores import Fault, Seen, store
 
 FILES, SPLITS, BATCH = 8, 48, 480
@@ -54,8 +55,22 @@ def epochs(options: dict[str, str], count: int, **cache: Any) -> list[tuple[floa
     return found
 
 
+def bare_rate(options: dict[str, str]) -> float:
+    """Rows/s of one thread that takes blocks of random rows: the ceiling of one reader on this store."""
+    dataset = lance.dataset("s3://tables/db/t.lance", storage_options=options)
+    rows = np.random.default_rng(0).permutation(dataset.count_rows())
+    size = 32 * MIB // (64 * 4 + 8)
+    began = time.perf_counter()
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        order = np.argsort(part)
+        dataset.take(part[order].tolist()).take(np.argsort(order)).combine_chunks()
+    return len(rows) / (time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--directory", default="output/benchmarks")
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
@@ -76,6 +91,9 @@ def main() -> None:
             columns = pa.table({"x": x, "label": np.arange(k * per_file, (k + 1) * per_file)})
             connection.open_table("t").add(columns) if k else connection.create_table("t", columns)
         running.fault = latency
+        lines: list[Line] = []
+        found = [bare_rate(options) for _ in range(args.repeats)]
+        lines.append(Line(what="a bare loop over take in blocks of 32 MiB, one thread", unit="rows/s", values=found))
         for name, size in (("without", 0), ("with", 1024 * MIB)):
             runs = []
             for _ in range(args.repeats):
@@ -83,8 +101,13 @@ def main() -> None:
                     runs.append(epochs(options, args.epochs, cache_bytes=size, cache_dir=directory))
             for epoch in range(args.epochs):
                 rates, shares = zip(*(run[epoch] for run in runs), strict=True)
-                spread = f"{statistics.median(rates):>9,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) rows/s"
-                print(f"{name:8} epoch {epoch}  {spread}, {statistics.median(shares):.0%} from the disk", flush=True)
+                lines.append(Line(what=f"{name} a cache, epoch {epoch}", unit="rows/s", values=rates))
+                if size:
+                    lines.append(
+                        Line(what=f"{name} a cache, epoch {epoch}: rows from the disk", unit="", values=shares)
+                    )
+    show(lines)
+    save(lines, Path(args.directory, "cache.json"))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -57,6 +58,14 @@ RAY_DATA = ["ray data", "ray data, shuffled"]
 PINNED = ["bare, one core", "ours, one core each"]
 CONTENDERS = ["bare", "ours", "ours, in process", *PINNED, *LANCEDB, *PEERS, *RAY_DATA]
 GO_ON = {"lancedb.streaming": 2, "mosaicml-streaming": 1, "litdata": 1}  # settings of a reader
+MODULES = {  # loaded before the clock starts
+    "bare": "lance",
+    "ours": "ray_lance_stream",
+    "lancedb.streaming": "lancedb.streaming",
+    "ray data": "ray.data",
+    "mosaicml-streaming": "streaming",
+    "litdata": "litdata",
+}
 # How many times lancedb.streaming's rate ours should be, by workload, by row and in clumps.
 TIMES_LANCEDB = {"a": (10.0, 50.0), "b": (4.0, 10.0), "c": (1.0, 1.0), "d": (1.0, 1.0)}
 OF_BARE = 0.9  # of the bare reader's rate, one core each
@@ -87,6 +96,9 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
                     pin(process, 0)
         began.append(time.perf_counter())
 
+    for kind, module in MODULES.items():
+        if contender.startswith(kind):
+            importlib.import_module(module)
     if contender in PEERS:  # writes its files before the clock starts
         ensure_shards(directory, name, "mds" if contender.startswith("mosaicml") else "lit")
     if ray_runs:

@@ -9,9 +9,7 @@ with LanceDB's order and with our own: medians, with the least and the most.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,9 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 from lancedb.streaming import StreamingDataset as LanceDBDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.report import Line, save, show
 
 from ray_lance_stream import StreamingDataset
 
@@ -50,15 +51,17 @@ def main() -> None:
         ids = np.arange(args.rows)
         database.create_table(name, pa.table({"id": ids, "x": np.random.default_rng(0).random(args.rows)}))
     table = database.open_table(name)
-    print(f"{os.cpu_count()} CPUs, {platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print(f"{args.rows:,} rows, {args.splits} splits: seconds from construction to the first row")
+    lines = []
     for order in ("lancedb", "feistel"):
         found = [
             first_row_s(StreamingDataset, table, num_splits=args.splits, shuffle_seed=seed, order=order)
             for seed in range(args.repeats + 1)
         ][1:]
-        print(f"  order={order!r:10} {statistics.median(found):7.3f} ({min(found):.3f} to {max(found):.3f})")
-    print(f"  lancedb.streaming {first_row_s(LanceDBDataset, table, num_splits=args.splits):7.3f}")
+        lines.append(Line(what=f"{args.rows:,} rows: first row, order={order!r}", unit="s", values=found))
+    theirs = first_row_s(LanceDBDataset, table, num_splits=args.splits)
+    lines.append(Line(what=f"{args.rows:,} rows: first row, lancedb.streaming", unit="s", values=[theirs]))
+    show(lines)
+    save(lines, Path(args.directory, "first_row.json"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ Cases: ``plain``; ``skips``, where the first 20 % of the rows of one split fail,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +33,9 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import torch  # noqa: F401  (a trainer has it loaded)
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.report import Line, save, show
 
 from ray_lance_stream import LanceStream, PrefetchConfig
 
@@ -159,12 +164,16 @@ def measure(args: argparse.Namespace) -> None:
             time.sleep(0.02)
         del batches
         sampler.stop()
-    names = ("process", "held", "store", "prefetchers")
-    shown = "  ".join(
-        f"{name} {most / MIB:6.1f} ({end / MIB:6.1f})"
-        for name, most, end in zip(names, sampler.most, asleep, strict=False)
-    )
-    print(f"{args.case:8} {'pool' if args.pool else 'in process':10}  {shown}", flush=True)
+    title = f"{args.case}, {'from prefetchers' if args.pool else 'in process'}"
+    names = ("resident memory of the process", "held by the reader", "object store", "prefetchers' own memory")
+    for name, most, end in zip(names, sampler.most, asleep, strict=False):
+        bound = None if name.startswith(("resident", "prefetchers")) or args.case == "grows" else args.budget
+        print(
+            json.dumps(
+                dataclasses.asdict(Line(what=f"{title}: {name}, most", unit="MiB", values=[most / MIB], at_most=bound))
+            )
+        )
+        print(json.dumps(dataclasses.asdict(Line(what=f"{title}: {name}, asleep", unit="MiB", values=[end / MIB]))))
 
 
 def main() -> None:
@@ -181,12 +190,16 @@ def main() -> None:
     if args.case is not None:
         measure(args)
         return
-    print(f"MiB over the beginning, most (and at the end of the sleep); budget {args.budget}")
+    lines = []
     same = ["--directory", args.directory, "--budget", str(args.budget), "--sleep", str(args.sleep)]
     for case in CASES:
         for pool in ([], ["--pool"]):
             batches = ["--batches", str(args.batches)]
-            subprocess.run([sys.executable, __file__, "--case", case, *pool, *same, *batches], check=True)
+            command = [sys.executable, __file__, "--case", case, *pool, *same, *batches]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            lines += [Line(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    show(lines)
+    save(lines, Path(args.directory, "memory.json"))
 
 
 if __name__ == "__main__":

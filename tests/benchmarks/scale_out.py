@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ import numpy as np
 import pyarrow as pa
 import ray
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.report import Line, save, show
+
 from ray_lance_stream import LanceStream, PrefetchConfig
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS
 
@@ -33,6 +37,7 @@ SPLITS = BATCH = 48
 ROW_S, LATENCY_S = 0.005, 0.1
 BLOCK_BYTES = 64 * 1024
 ROW_BYTES = 64 * 4 + 8
+OF_LINEAR = 0.85
 
 
 def wait_for_each_row(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -98,18 +103,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
+    lines: list[Line] = []
     for case in ("transform", "read"):
         hook: Any = {"worker_process_setup_hook": slow_reads} if case == "read" else None
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=hook)
         alone = 0.0
         for prefetchers in args.prefetchers:
             rates = [rate(args.directory, case, prefetchers, args.seconds) for _ in range(args.repeats)]
-            middle = statistics.median(rates)
-            alone = alone or middle / prefetchers
-            spread = f"{middle:>9,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) rows/s"
-            share = middle / prefetchers / alone
-            print(f"{case:9} {prefetchers:>2} prefetchers {spread}, {share:.0%} of linear", flush=True)
+            alone = alone or statistics.median(rates) / prefetchers
+            shares = [value / prefetchers / alone for value in rates]
+            title = f"{case}, {prefetchers} prefetcher{'s' * (prefetchers > 1)}"
+            lines.append(Line(what=title, unit="rows/s", values=rates))
+            lines.append(Line(what=f"{title}: part of linear", unit="", values=shares, at_least=OF_LINEAR))
+            print(lines[-2].text(), lines[-1].text(), sep="\n", flush=True)
         ray.shutdown()
+    show(lines)
+    save(lines, args.directory / "scale_out.json")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How well rows are mixed, beside what a uniformly random order gives by theory.
 
-    python tests/benchmarks/shuffle_quality.py [--json FILE] [--splits 64] [--cycles-per-step 4]
+    python tests/benchmarks/shuffle_quality.py [--directory DIR] [--splits 64] [--cycles-per-step 4]
 
 Clumps are what is shuffled, so all is measured in clumps: with ``shuffle_clump_size`` 1 these are rows. A source
 neighbourhood is 16 clumps that lie side by side in the table. For each order, clump size, number of clumps and seed:
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +29,9 @@ from typing import Any, Final
 import lancedb
 import numpy as np
 import pyarrow as pa
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.report import Line, save
 
 from ray_lance_stream import LanceStream
 from ray_lance_stream.permutation import IntArray
@@ -44,6 +47,7 @@ FEISTEL: Final[dict[int, tuple[int, ...]]] = {
 }
 LANCEDB: Final[dict[int, tuple[int, ...]]] = {1: (4**8, 65_521), 64: (4**6 + 1,), 1024: (3**6,)}
 SEEDS: Final = (0, 1, 2**64 - 1)
+SIGMAS: Final = 5.0  # beyond them lie 6e-7 of normal values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,7 +259,7 @@ def rows_of(clumps: int, clump: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("output/benchmarks/shuffle_quality.json"))
+    parser.add_argument("--directory", type=Path, default=Path("output/benchmarks"))
     parser.add_argument("--splits", type=int, default=64)
     parser.add_argument("--cycles-per-step", type=int, default=4)
     args = parser.parse_args()
@@ -277,9 +281,13 @@ def main() -> None:
         print(f"{line} {worst:+6.2f} ({lag:12}) | {quality.near:6} {quality.near_expected:8.1f}", flush=True)
     sigmas = np.array([s for quality in found for s in quality.sigmas])
     spread = float(np.sqrt((sigmas**2).mean()))
-    print(f"{len(sigmas)} distances: largest {np.abs(sigmas).max():.2f}, root mean square {spread:.2f}")
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps([dataclasses.asdict(quality) for quality in found], indent=1))
+    worst_of_all = float(np.abs(sigmas).max())
+    print(f"{len(sigmas)} distances: largest {worst_of_all:.2f}, root mean square {spread:.2f}")
+    lines = [
+        Line(what="distance from a random order, the largest", unit="sigmas", values=[worst_of_all], at_most=SIGMAS),
+        Line(what="distances from a random order, root mean square", unit="sigmas", values=[spread]),
+    ]
+    save(lines, args.directory / "shuffle_quality.json", [dataclasses.asdict(quality) for quality in found])
 
 
 if __name__ == "__main__":
