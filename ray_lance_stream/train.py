@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import ray.train
 from ray.exceptions import GetTimeoutError, RayError
 from ray.train import DataConfig
 
+from ray_lance_stream.cluster.answers import answer_of
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.session import Session, start_session
 from ray_lance_stream.config import StreamConfig
@@ -127,7 +129,6 @@ class RunStream:
         self.session = session
         self.name: str | None = None
         self._begun_as: str | None = None
-        self.refusal: ConfigError | None = None
         self.context = SimpleNamespace(execution_options=None)
 
     def shards(self, name: str, replicas: list[Replica], *, shared: bool = True) -> list[StreamShard]:
@@ -171,12 +172,9 @@ class RunStream:
         return [StreamShard(self.config, seat, TrainLink(self.session, seat, resume)) for seat in seats]
 
     def refuse(self, error: ConfigError) -> None:
-        """Has the next start of the worker group end the run, if there has been none: the run is set up wrongly.
-
-        Once there has been one, as with elastic scaling, the next group may have a size that fits.
-        """
-        if self._begun_as is None:
-            self.refusal = error
+        """Has the next start of the worker group end the run, if there has been none: the run is set up wrongly."""
+        with contextlib.suppress(RayError):  # the next start finds the same
+            answer_of(self.session.manager.refuse_first.remote(error))
 
     def set_name(self, name: str) -> None:
         """As ``ray.data.Dataset.set_name``."""
@@ -220,8 +218,6 @@ def run_stream(config: StreamConfig, recipe: bytes, previous: RunStream | None) 
 
         return StreamShard(config, Seat(), LocalLink(Parcel.of(recipe).unpack(), in_run=True))
     if previous is not None:
-        if previous.refusal is not None:
-            raise previous.refusal
         if previous.session.is_alive(_ALIVE_TIMEOUT_S):
             _raise_refusal(previous.session)
             return previous

@@ -14,7 +14,7 @@ from typing import Any
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.notes import Notes
 from ray_lance_stream.cluster.told import STANDINGS_OF_INTEREST, Standing, Told
-from ray_lance_stream.errors import LockstepError, StaleIncarnationError
+from ray_lance_stream.errors import LanceStreamError, LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
 from ray_lance_stream.stats import RunProgress
 from ray_lance_stream.topology import Seat
@@ -71,6 +71,11 @@ class StateManager(Notes):
         """Starts a new incarnation: states of older ones are refused from now on."""
         self._admit(incarnation)
         await self._tell_changed()
+
+    async def refuse_first(self, refusal: LanceStreamError) -> None:
+        """As :meth:`refuse`, unless there has been a worker group: the next may have a size that fits."""
+        if not self._incarnation:
+            await self.refuse(refusal)
 
     async def push(self, told: list[tuple[Seat, Standing]]) -> None:
         """Notes where a worker will stand after steps it is about to be handed, in their order."""
