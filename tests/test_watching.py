@@ -128,8 +128,8 @@ def test_a_wait_names_its_block_and_who_was_asked(run: Run) -> None:
         (run.directory / "frozen").unlink()
 
 
-def test_a_shard_tells_of_itself(tables: Tables) -> None:
-    stream = tables.stream(40, transform=Sleepy(0.01, Path("/nonexistent")), prefetch=SMALL)
+def test_a_shard_tells_of_itself(tables: Tables, tmp_path: Path) -> None:
+    stream = tables.stream(40, transform=Sleepy(0.01, tmp_path / "frozen"), prefetch=SMALL)
     with opened(stream) as shard:
         assert "nothing is known yet" in shard.stats().verdict
         for _ in shard.iter_batches(prefetch_batches=0):
