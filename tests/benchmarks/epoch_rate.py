@@ -303,7 +303,7 @@ def draw(results: dict[str, Runs], path: Path) -> None:
 
     heights = [1 + len(found) for found in results.values()]
     figure, panels = pyplot.subplots(
-        len(results), 1, figsize=(8, 0.28 * sum(heights)), squeeze=False, height_ratios=heights
+        len(results), 1, figsize=(8, 0.3 * sum(heights) + len(results)), squeeze=False, height_ratios=heights
     )
     for panel, (title, found) in zip(panels[:, 0], results.items(), strict=True):
         rate = {name: rates(runs) for name, runs in found.items()}
