@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, counts, ids
 
+pytestmark = pytest.mark.thorough
+
 PLAIN = ["id", "small", "half", "flag", "text", "raw", "pair", "vector", "nested"]
 Pair = namedtuple("Pair", "id text")
 

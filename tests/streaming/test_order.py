@@ -9,6 +9,8 @@ import pytest
 
 from streaming.sides import LANCEDB, SPLITS, OpenTable, Side, canonical, ids, take_cycles
 
+pytestmark = pytest.mark.thorough
+
 ORDERS: dict[str, dict[str, Any]] = {
     "shuffled": {},
     "sequential": {"shuffle": False},

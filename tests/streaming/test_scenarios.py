@@ -16,6 +16,8 @@ from conftest import Tables, rows_from
 from ray_lance_stream.agreement import ThreadAgreement
 from streaming.sides import LANCEDB, OpenTable, Side, batch_ids, flat, ids, merged, saved, take_cycles
 
+pytestmark = pytest.mark.thorough
+
 PLAIN: dict[str, Any] = {"shuffle": False}
 
 

@@ -12,6 +12,8 @@ import pytest
 from ray_lance_stream import ConfigError, ReplaceRow, TransformError
 from streaming.sides import LANCEDB, OpenTable, Side, counts, ids, saved
 
+pytestmark = pytest.mark.thorough
+
 BAD = frozenset({0, 7, 8, 23, 100, 101, 102, 150, 210})
 
 
