@@ -20,6 +20,7 @@ from ray_lance_stream.cluster.prefetcher import resolve_rows
 from ray_lance_stream.config import StreamConfig
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.plan import PlanSpec, SplitLayout, require_int
+from ray_lance_stream.position import provenance_from
 from ray_lance_stream.provenance import Provenance
 from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -120,9 +121,7 @@ def _read(name: str, recipe: Parcel, handle: PlanHandle, cycles: range, cycles_p
 def _provenance(config: StreamConfig, name: str) -> Provenance:
     """What a shard of the stream reads: seed, table version and skipped steps may be those of a state."""
     state = config.state_for(name, config.resume_states, "passed as resume_from") if config.resume_states else None
-    if state is None:
-        return config.provenance
-    return dataclasses.replace(config.continued(state.provenance), skips=config.skips_from(state))
+    return config.provenance if state is None else provenance_from(config, state)
 
 
 def _runs(skips: Skips, steps: StepPlan, epoch: int, start: int) -> list[range]:

@@ -14,6 +14,15 @@ from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import StepPlan
 
 
+def provenance_from(config: StreamConfig, state: StreamState) -> Provenance:
+    """Returns what a stream reads from a state on, skipped steps included.
+
+    Raises:
+        StateMismatchError: The state belongs to other data than the stream.
+    """
+    return replace(config.continued(state.provenance), skips=config.skips_from(state))
+
+
 def check_resumable(config: StreamConfig) -> None:
     """Raises StateError if a stream can go on from none of the states in ``resume_from``, whatever its name is."""
     errors = []
@@ -69,7 +78,7 @@ class Position:
             StateMismatchError: The state belongs to other data than the stream.
             StateError: It was not taken at the end of a cycle.
         """
-        provenance = replace(config.continued(state.provenance), skips=config.skips_from(state))
+        provenance = provenance_from(config, state)
         if state.packed is not None:
             places = tuple(PackPlace(cursor) for cursor in state.packed)
             return cls(provenance=provenance, epoch=state.epoch, cycle=common_blocks(state.packed), places=places)

@@ -102,14 +102,20 @@ class LanceDBState:
     """
 
     def __init__(
-        self, uri: str | None, table: str | None, storage_options: Mapping[str, str], **order_options: Any
+        self,
+        uri: str | None,
+        table: str | None,
+        storage_options: Mapping[str, str],
+        *,
+        version: int | None,
+        **order_options: Any,
     ) -> None:
         check_table_options(uri, table)
-        self._given = any(value not in (None, False) for value in order_options.values())
+        self._given = any(value not in (None, False) for value in (version, *order_options.values()))
         if uri is None and self._given:
             raise click.UsageError(f"{_LANCEDB_OPTIONS} need --uri and --table")
         self._uri, self._table, self._storage_options = uri, table, storage_options
-        self._order_options = order_options
+        self._version, self._order_options = version, order_options
 
     @property
     def of(self) -> Callable[[], Provenance] | None:
@@ -128,11 +134,9 @@ class LanceDBState:
 
         assert self._uri is not None and self._table is not None
         self._given = False  # used
-        version, options = self._order_options["version"], dict(self._order_options)
-        del options["version"]
-        order = order_of(1, order="lancedb", **options)  # splits and seed are the state's own
+        order = order_of(1, order="lancedb", **self._order_options)  # splits and seed are the state's own
         ref = table_ref(self._uri, self._table, self._storage_options)
-        return Provenance(table=ref.open(version).identity, order=order)
+        return Provenance(table=ref.open(self._version).identity, order=order)
 
 
 def order_of(

@@ -49,8 +49,8 @@ def train_loop(config: dict[str, Any]) -> None:
     rank, died = ray.train.get_context().get_world_rank(), Path(config["log"], "died")
     again = died.exists()
     shard = ray.train.get_dataset_shard("train") if config["stream"] else None
-    epoch, steps = (0, ROWS // BATCH) if not again else (1, 1 + ROWS // BATCH - KILL_AT[1])
-    for epoch in range(epoch, 2):  # noqa: B020
+    begin, steps = (0, ROWS // BATCH) if not again else (1, 1 + ROWS // BATCH - KILL_AT[1])
+    for epoch in range(begin, 2):
         asked = time.time()
         batches = iter(shard.iter_torch_batches()) if shard is not None else iter([torch.zeros(BATCH // 2, 64)] * steps)
         for number, batch in enumerate(batches):
