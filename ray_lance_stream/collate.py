@@ -37,9 +37,6 @@ from ray_lance_stream.layout import Layout, chunks_of, items_of, layouts_of, obj
 if TYPE_CHECKING:
     import torch
 
-# Below this, torch's own copy costs more to start than numpy's to finish; above it torch uses its threads.
-_SMALL_COPY_BYTES = 1 << 20
-
 
 def _object_array(rows: list[Any]) -> NDArray[Any]:
     # Not np.array(rows): it would turn rows of equal length into a second axis.
@@ -128,13 +125,14 @@ def _tensor(
     dtype = natural if dtype is None else dtype
     if not copy and len(views) == 1:
         return _alias(views[0]).to(dtype)
-    rows = sum(map(len, views))
-    small = dtype == natural and rows * layout.row_bytes < _SMALL_COPY_BYTES
-    if small and not pinned:
-        return torch.from_numpy(_join(views, layout))  # a tensor made by torch costs three times as much
+    # By numpy where it can be: torch copies with threads of its own, which take the cores of the training loop, and
+    # where there are more of them than cores, as in containers, spin until each has had its turn.
+    if dtype == natural and not pinned:
+        return torch.from_numpy(_join(views, layout))  # memory that torch allocates costs several times as much
     # The device is named, since the user may have set another default.
+    rows = sum(map(len, views))
     out = torch.empty((rows, *layout.row_shape), dtype=dtype, device="cpu", pin_memory=pinned)
-    if small:
+    if dtype == natural:
         _join(views, layout, out.numpy())
         return out
     start = 0

@@ -53,6 +53,13 @@ class SplitCounts:
         if not uneven:
             assert highest is not None  # or there would be nothing to compare
             return highest
+        apart = [counts.apart for counts in uneven if counts.apart is not None]
+        splits, values = np.concatenate([a[0] for a in apart]), np.concatenate([a[1] for a in apart])
+        bases = np.repeat([counts.base for counts in uneven], [len(a[0]) for a in apart])
+        if (values >= bases).all():  # as replicas tell theirs, each of a few splits: no list of all splits for each
+            dense = np.full(several[0].num_splits, max(counts.base for counts in several), dtype=np.int64)
+            np.maximum.at(dense, splits, values)
+            return cls.of(dense)
         dense = uneven[0].dense() if highest is None else highest.dense()
         for counts in uneven:
             np.maximum(dense, counts.dense(), out=dense)

@@ -55,11 +55,6 @@ class Layout:
         """Shape of one row or item as the user sees it."""
         return self.shape if self.axes is None else tuple(self.shape[axis - 1] for axis in self.axes[1:])
 
-    @cached_property
-    def row_bytes(self) -> int:
-        """Size of one row or item in numpy."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 def _refuse(what: str, found: object, expected: str, remedy: str) -> ConfigError:
     return ConfigError(explain(what, found=found, expected=expected, remedy=remedy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ray_lance_stream.errors import ConfigError, explain
 from ray_lance_stream.permutation import IntArray
@@ -122,19 +123,19 @@ class StepPlan:
             drop_last=drop_last,
         )
 
-    @property
+    @cached_property
     def cycles_per_step(self) -> int:
         """q, the number of cycles in a full step."""
         return self.global_batch_size // self.num_splits
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Steps in an epoch, the short last one included unless it is dropped."""
         if self.drop_last:
             return self.rows_per_split // self.cycles_per_step
         return -(-self.rows_per_split // self.cycles_per_step)
 
-    @property
+    @cached_property
     def end_cycle(self) -> int:
         """The cycle at which the epoch ends: L, or the last whole step's end with ``drop_last``."""
         return min(self.rows_per_split, self.num_steps * self.cycles_per_step)

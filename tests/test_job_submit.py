@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import secrets
 import shutil
 import subprocess
 import threading
@@ -48,9 +47,8 @@ class Shell:
         self.checkout, self.shared, self.notes = (directory / name for name in ("checkout", "shared", "notes"))
         self.notes.mkdir()
         self.environment = head.environment() | {
+            **with_token(directory),
             "RAY_API_SERVER_ADDRESS": head.dashboard,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(directory / "token"),
             "SHARED": str(self.shared),
         }
         for name in ("ray_lance_stream", "examples"):
@@ -108,13 +106,18 @@ class Shell:
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A shell from which jobs can be submitted to a cluster of its own."""
     directory = tmp_path_factory.mktemp("job")
-    token = directory / "token"
-    token.write_text(secrets.token_hex(32))
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    with started(environment, f"--num-cpus={NUM_CPUS}", "--include-dashboard=true") as head:
+    make_token, start = readme_commands()["one-machine"].splitlines()
+    assert start == "ray start --head"  # which is run below, with ports that are free
+    subprocess.run(make_token.split(), env=Head.environment() | with_token(directory), check=True)
+    with started(with_token(directory), f"--num-cpus={NUM_CPUS}", "--include-dashboard=true") as head:
         # Comes up after the head, and answers those without a token in its own way.
         wait_until(lambda: answer_without_token(head.dashboard) is not None, 120, "the dashboard answers")
         yield Shell(head, directory)
+
+
+def with_token(home: Path) -> dict[str, str]:
+    """The variables of a shell whose user has a token in their home, or is about to make one."""
+    return {"HOME": str(home), "RAY_AUTH_MODE": "token"}
 
 
 def answer_without_token(dashboard: str) -> int | None:
@@ -131,7 +134,7 @@ def answer_without_token(dashboard: str) -> int | None:
 
 def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) -> None:
     commands = readme_commands()
-    assert list(commands) == ["submit", "stop", "again"]
+    assert list(commands) == ["one-machine", "submit", "stop", "again"]
     assert answer_without_token(shell.environment["RAY_API_SERVER_ADDRESS"]) == 401
 
     submitted, log = shell.watch(commands["submit"])

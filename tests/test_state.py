@@ -141,10 +141,10 @@ def test_counts_are_what_a_list_says(counts: list[int], data: st.DataObject) -> 
     assert made.to_list() == counts
     assert made.least == min(counts)
     assert made.uniform == (len(set(counts)) == 1)
-    others = data.draw(st.lists(st.integers(0, 3), min_size=len(counts), max_size=len(counts)))
-    assert SplitCounts.greatest([made, SplitCounts.of(others)]).to_list() == [
-        max(pair) for pair in zip(counts, others, strict=True)
-    ]
+    same_length = st.lists(st.integers(0, 3), min_size=len(counts), max_size=len(counts))
+    several = [counts, *data.draw(st.lists(same_length, min_size=1, max_size=4))]
+    greatest = SplitCounts.greatest([SplitCounts.of(each) for each in several])
+    assert greatest.to_list() == [max(of_split) for of_split in zip(*several, strict=True)]
 
 
 def test_size_of_a_state() -> None:

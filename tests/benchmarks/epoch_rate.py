@@ -13,9 +13,10 @@ the pool is ready, and ``with start`` counts their start as well. Where Ray was 
 before. A ratio is that of a round: ours to what had its turn in the same round.
 
 ``bare`` takes blocks of 32 MiB at random from the table and gathers them back into order, on one thread: the ceiling
-of one reader. ``one core``: the same on one core alone; and ours with one prefetcher on one core and the consumer on
-another one, so that what Ray and the consumer cost shows. Memory is the sum of the peaks of the
-processes (resident, less what they share), sampled.
+of one reader. ``one core``: one on one core alone, with blocks of the same sizes as ours, which begin smaller; and
+ours with one prefetcher on one core and all else on another one, so that what Ray and the consumer cost shows: each in
+the second epoch of a process, whose first does not count. Memory is the sum of the peaks of the processes (resident,
+less what they share), sampled.
 
 ``mosaicml-streaming`` and ``litdata`` read the same rows from files in their own formats. They need other versions of
 what we need: --peer-python names the interpreter of an environment with them, lancedb, psutil, Pillow and torch;
@@ -92,8 +93,7 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
         if contender == PINNED[1]:
             pin(psutil.Process(), 1)
             for process in psutil.Process().children(recursive=True):
-                if process.name().startswith("ray::Prefetch"):
-                    pin(process, 0)
+                pin(process, 0 if process.name().startswith("ray::Prefetch") else 1)
         began.append(time.perf_counter())
 
     for kind, module in MODULES.items():
@@ -136,16 +136,20 @@ def batches_of(
 ) -> Iterator[Any]:
     """Starts a reader."""
     if contender.startswith("bare"):
-        if contender in PINNED:
-            pin(psutil.Process(), 0)
-        return readers.bare(directory, name, clump, transform)
+        if contender not in PINNED:
+            return readers.bare(directory, name, clump, transform, first_bytes=None)
+        pin(psutil.Process(), 0)
+        for _ in readers.bare(directory, name, clump, transform, first_bytes=None):
+            pass
+        ready()
+        return readers.bare(directory, name, clump, transform, first_bytes=readers.FIRST_BLOCK_BYTES)
     if contender.startswith("ours"):
         args: dict[str, Any] = {"uri": directory, "table": name, "shuffle_clump_size": clump, "transform": transform}
         if contender in PINNED:
             from ray_lance_stream import PrefetchConfig
 
             args["prefetch"] = PrefetchConfig(num_actors=1)
-        return readers.ours(args, ready)
+        return readers.ours(args, ready, warm_up=contender in PINNED)
     if contender in RAY_DATA:
         return readers.ray_data(directory, name, transform, shuffled=contender.endswith("shuffled"))
     kind, *settings = contender.split()

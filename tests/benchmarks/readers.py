@@ -14,21 +14,23 @@ from benchmarks.workloads import ensure_shards, image
 
 BATCH, SPLITS, SEED = 480, 48, 3
 BLOCK_BYTES = 32 * 2**20
+FIRST_BLOCK_BYTES, GROWTH = 128 * 2**10, 4  # as our reader begins an epoch
 Batches = Iterator[Any]
 Transform = Callable[..., Any] | None
 
 
-def bare(directory: str, name: str, clump: int | None, transform: Transform) -> Batches:
-    """One thread that reads blocks in random order and gathers them."""
+def bare(directory: str, name: str, clump: int | None, transform: Transform, *, first_bytes: int | None) -> Batches:
+    """One thread that reads blocks in random order and gathers them; smaller ones first, as ours does, if told to."""
     import lance
 
     dataset = lance.dataset(str(Path(directory, f"{name}.lance")))
     count, rng = dataset.count_rows(), np.random.default_rng(SEED)
     order = rng.permutation(count) if clump is None else _clumps(rng, count, clump)
     row_bytes = dataset.take([0, 1, 2]).nbytes / 3
-    size = max(BATCH, int(BLOCK_BYTES / row_bytes))
-    for start in range(0, count, size):
-        rows = order[start : start + size]
+    start, block_bytes = 0, BLOCK_BYTES if first_bytes is None else first_bytes
+    while start < count:
+        rows = order[start : start + max(BATCH, int(block_bytes / row_bytes))]
+        start, block_bytes = start + len(rows), min(BLOCK_BYTES, GROWTH * block_bytes)
         ordered = np.argsort(rows, kind="stable")
         back = np.empty_like(ordered)
         back[ordered] = np.arange(len(rows))
@@ -43,12 +45,14 @@ def _clumps(rng: np.random.Generator, count: int, clump: int) -> Any:
     return rows[rows < count]
 
 
-def ours(stream_args: dict[str, Any], ready: Callable[[], None]) -> Batches:
-    """Our stream, with whatever prefetchers the process has Ray for."""
+def ours(stream_args: dict[str, Any], ready: Callable[[], None], *, warm_up: bool) -> Batches:
+    """Our stream, with whatever prefetchers the process has Ray for; after an epoch that does not count, if told to."""
     from ray_lance_stream import LanceStream
 
     stream = LanceStream(num_splits=SPLITS, global_batch_size=BATCH, shuffle_seed=SEED, **stream_args)
     with stream.open() as shard:
+        for _ in shard.iter_torch_batches() if warm_up else ():
+            pass
         ready()
         for batch in shard.iter_torch_batches():
             yield len(batch["label"]), batch
