@@ -172,9 +172,13 @@ def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) 
     assert "Job 'digits-2' succeeded" in again
 
     assert "\r" not in "".join(log) + again
-    shown = re.compile(r"^ +\d+ s  epoch (\d+)/30, step (\d+)/23  .*  (\d) workers", flags=re.MULTILINE)
-    assert "2" in [workers for _, _, workers in shown.findall("".join(log))], log
-    places = [(int(epoch), int(step)) for epoch, step, _ in shown.findall(again)]
-    assert places and places == sorted(places) and places[-1] == (30, 0), again
+    place = r"^ +\d+ s +(\d+)%  (?:epoch (\d+), step (\d+)/23|all 30 epochs)"
+    assert re.search(place + ".*  2 workers", "".join(log), flags=re.MULTILINE), log
+    *places, end = re.findall(place, again, flags=re.MULTILINE)
+    assert end == ("100", "", ""), again
+    steps = [int(epoch) * 23 + int(step) for _, epoch, step in places]
+    assert steps == sorted(steps) and [int(share) for share, *_ in places] == [
+        pytest.approx(100 * done / 690, abs=0.5) for done in steps
+    ], again
     packages = {Path(note.read_text()).parent for note in shell.notes.iterdir()}
     assert all("working_dir_files" in str(package) for package in packages), packages
