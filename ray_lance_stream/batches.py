@@ -61,9 +61,11 @@ def deliveries(
     cycle, skip = steps.next_cycle(position.cycle), position.micro_done
     owned = replica.owned_splits(steps.num_splits)
     width = len(owned)
+    share = _share(steps, replica, steps.cycles_per_step, micro_batch_size)  # of all steps but a short one
     while cycle < steps.end_cycle:
         cycles = steps.rest_of_step(cycle)
-        share = _share(steps, replica, len(cycles), micro_batch_size)
+        if len(cycles) != share.num_cycles:
+            share = _share(steps, replica, len(cycles), micro_batch_size)
         first = cycles.start * width
         # Whole steps at once: with the first micro-batch the run is told where the step ends.
         packed = reader.made_to(cycles.stop) if isinstance(reader, PackedReader) else None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 import ray
 
 from ray_lance_stream.state import StreamState
 from ray_lance_stream.topology import Seat
 
+K = TypeVar("K")
+V = TypeVar("V")
 logger = logging.getLogger("ray_lance_stream")
 _SAID_KEPT: Final = 4
 _REPORTS_KEPT: Final = 2  # one answered here and not yet elsewhere, and the next
@@ -50,36 +52,51 @@ class Memory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: Told | None = None
+        self._seat: Seat | None = None
+        self._servable: dict[tuple[int, int], int] = {}
+        self._reports: dict[int, Standing | None] = {}
+        self._standings: dict[tuple[int, int], Standing] = {}  # by their places
 
     @property
     def told(self) -> Told | None:
         """What was told lately; None if nothing was."""
-        return self._told
+        with self._lock:
+            if self._seat is None:
+                return None
+            standings = tuple(self._standings.values())
+            return Told(self._seat, dict(self._servable), dict(self._reports), standings)
 
     def say(self, seat: Seat, place: tuple[int, int], servable: int) -> dict[tuple[int, int], int]:
         """Notes up to which cycle this replica can serve; returns it with what was said before."""
         with self._lock:
-            told = self._of(seat)
-            said = dict([*told.servable.items(), (place, servable)][-_SAID_KEPT:])
-            self._told = replace(told, servable=said)
-        return said
+            self._sit(seat)
+            _keep(self._servable, place, servable, _SAID_KEPT)
+            return dict(self._servable)
 
     def report(self, seat: Seat, number: int, standing: Standing | None) -> None:
         """Notes a report of this worker."""
         with self._lock:
-            told = self._of(seat)
-            self._told = replace(told, reports=dict([*told.reports.items(), (number, standing)][-_REPORTS_KEPT:]))
+            self._sit(seat)
+            _keep(self._reports, number, standing, _REPORTS_KEPT)
 
     def stand(self, seat: Seat, standing: Standing) -> None:
-        """Notes where this worker stands, or will stand."""
+        """Notes where this worker stands, or will stand; called for every batch, before the loop gets it."""
         with self._lock:
-            told = self._of(seat)
-            others = [other for other in told.standings if other.at != standing.at]
-            self._told = replace(told, standings=(*others, standing)[-_STANDINGS_KEPT:])
+            self._sit(seat)
+            _keep(self._standings, standing.at, standing, _STANDINGS_KEPT)
 
-    def _of(self, seat: Seat) -> Told:
-        return self._told if self._told is not None and self._told.seat == seat else Told(seat)
+    def _sit(self, seat: Seat) -> None:
+        if seat is not self._seat and seat != self._seat:
+            self._servable, self._reports, self._standings = {}, {}, {}
+        self._seat = seat
+
+
+def _keep(known: dict[K, V], key: K, value: V, most: int) -> None:
+    """Puts a value at the end, in place of an older one of its key, and drops the first if there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def keep_alive(session: Any, holder: str, stop: threading.Event, memory: Memory) -> None:
