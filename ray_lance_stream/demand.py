@@ -27,6 +27,7 @@ _MOST_USED: Final = 0.8
 _LATENCY_SHARE: Final = 0.8  # of the speed of endlessly large blocks, that blocks should reach
 _LEAST_BLOCK_BYTES: Final = 512 * 1024  # smaller ones cost more in requests than they save
 _USUAL_BLOCK_BYTES: Final = 32 * 1024 * 1024  # the default of PrefetchConfig
+_DAY_S: Final = 86_400
 _MOST_BLOCK_BYTES: Final = 128 * 1024 * 1024  # some of them, times the workers, must find room
 
 
@@ -49,8 +50,9 @@ class Speeds:
     def __post_init__(self) -> None:
         for name, least in (("step_time_s", 1e-9), ("read_latency_s", 0), ("transform_s_per_row", 0)):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                raise _not_valid(name, value, f"a number of seconds, {'more than' if least else 'at least'} 0")
+            if not least <= value <= _DAY_S:
+                above = "more than" if least else "at least"
+                raise _not_valid(name, value, f"a number of seconds, {above} 0 and at most {_DAY_S} (a day)")
         if not self.read_bytes_per_s > 0:
             raise _not_valid("read_bytes_per_s", self.read_bytes_per_s, "a number of bytes above 0")
 

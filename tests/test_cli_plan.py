@@ -214,6 +214,7 @@ def test_what_a_trainer_needs(tables: Tables) -> None:
     ("options", "named"),
     [
         (("--global-batch-size", 8, "--step-time-s", 0), "step_time_s is not valid"),
+        (("--global-batch-size", 8, "--step-time-s", 1, "--transform-time-ms-per-row", 1e300), "at most 86400 (a day)"),
         (("--global-batch-size", 8, "--read-latency-ms", 40), "--step-time-s is missing"),
         (("--global-batch-size", 8, "--step-time-s", 1, "--read-mib-per-s", -1), "read_bytes_per_s is not valid"),
         (("--global-batch-size", 10), "pass 8 or 12"),
