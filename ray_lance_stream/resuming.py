@@ -156,7 +156,7 @@ def intact_beside(filesystem: pafs.FileSystem, path: str, fits: Callable[[Stream
     run, _, name = path.rpartition("/")
     if not run or not name:
         return None
-    reported = _reported(filesystem, run)
+    reported = reported_in(filesystem, run)
     if name in reported:
         earlier = [other for other, number in reported.items() if number < reported[name]]
         for other in sorted(earlier, key=lambda other: reported[other], reverse=True)[:_MAX_LOOK]:
@@ -176,7 +176,7 @@ def shown_place(filesystem: pafs.FileSystem, path: str) -> str:
     return path if scheme is None else f"{scheme}://{path}"
 
 
-def _reported(filesystem: pafs.FileSystem, run: str) -> dict[str, int]:
+def reported_in(filesystem: pafs.FileSystem, run: str) -> dict[str, int]:
     """Returns the run's checkpoints by name, with the number of the report; none if Ray Train does not tell."""
     try:
         with filesystem.open_input_stream(f"{run}/{SNAPSHOT}") as source:

@@ -192,7 +192,21 @@ def test_foreign_files(tmp_path: Path, content: str, named: str) -> None:
     assert named in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_run_directory_stands_for_what_the_run_would_go_on_from(tmp_path: Path) -> None:
+    for k in range(4):
+        saved(tmp_path / f"checkpoint_{k}", state_at(k), stamp=(1, k))
+    (tmp_path / "checkpoint_5").mkdir()  # reported without our state
+    # The last one was written, and the run broke off before all workers had reported it.
+    content = {
+        "checkpoint_results": [{"checkpoint_dir_name": f"checkpoint_{k}"} for k in (2, 0, 1, 5)],
+        "checkpoint_report_indices": [2, 0, 1, 5],
+    }
+    (tmp_path / "checkpoint_manager_snapshot.json").write_text(json.dumps(content))
+    done = run("inspect", tmp_path)
+    assert done.exit_code == 0 and f"{tmp_path}/checkpoint_2 (lance_stream.json)" in done.stdout
+
+
+def test_without_ray_trains_list_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     for k, name in enumerate(("b", "c", "a")):
         saved(tmp_path / f"checkpoint_{name}", state_at(k), stamp=(1, k))
     (tmp_path / "other").mkdir()

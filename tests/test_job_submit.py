@@ -107,7 +107,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A shell from which jobs can be submitted to a cluster of its own."""
     directory = tmp_path_factory.mktemp("job")
     make_token, start = readme_commands()["one-machine"].splitlines()
-    assert start == "ray start --head"  # which is run below, with ports that are free
+    assert start == f"ray start --head --num-cpus={NUM_CPUS}"  # which is run below, with ports that are free
     subprocess.run(make_token.split(), env=Head.environment() | with_token(directory), check=True)
     with started(with_token(directory), f"--num-cpus={NUM_CPUS}", "--include-dashboard=true") as head:
         # Comes up after the head, and answers those without a token in its own way.

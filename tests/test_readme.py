@@ -89,7 +89,7 @@ def test_attributes_of_the_shard_exist(tables: Tables) -> None:
 
 def test_arguments_in_the_text_exist() -> None:
     """Names in the text such as `drop_last=True` or `PrefetchConfig(idle_timeout_s=60)` are parameters of something."""
-    faces: list[Callable[..., Any]] = [LanceStream, PrefetchConfig, StreamDataConfig]
+    faces: list[Callable[..., Any]] = [LanceStream, PrefetchConfig, StreamDataConfig, StreamShard.iter_batches]
     parameters = {name for face in faces for name in inspect.signature(face).parameters}
     in_text = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     named = set(re.findall(r"`(?:\w+\()?(\w+)=", in_text)) - set(POOL_LABEL)

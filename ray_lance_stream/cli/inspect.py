@@ -45,9 +45,9 @@ def inspect(
     """Show how far the streams in CHECKPOINT are, and which data they belong to.
 
     CHECKPOINT is a checkpoint directory of a run or its lance_stream.json, as a path or a URI, or a JSON file with a
-    state dict; of a run's directory, in which checkpoints lie, it is the newest. With --global-batch-size, which a
-    checkpoint does not hold, the step is shown; with --uri and --table the table is opened at the checkpoint's version,
-    and what is left of the epoch is shown.
+    state dict; of a run's directory it is the checkpoint that the run would go on from. With --global-batch-size, which
+    a checkpoint does not hold, the step is shown; with --uri and --table the table is opened at the checkpoint's
+    version, and what is left of the epoch is shown.
 
     A state dict that lancedb.streaming wrote does not say what it belongs to. Say it with --uri and --table, and
     --version, --filter, --no-shuffle and --shuffle-clump-size if they were not the defaults.

@@ -12,7 +12,7 @@ from pyarrow import fs as pafs
 from ray_lance_stream.checkpoint import FILE_NAME, Streams, is_our_file, locate, read_streams, strict_json
 from ray_lance_stream.errors import ConfigError, MissingStateError, explain, shown
 from ray_lance_stream.provenance import Provenance
-from ray_lance_stream.resuming import SNAPSHOT, read_state_dict
+from ray_lance_stream.resuming import SNAPSHOT, read_state_dict, reported_in
 from ray_lance_stream.state import StreamState
 
 DEFAULT_NAME: Final = "train"
@@ -138,13 +138,21 @@ def newest_stamp(filesystem: pafs.FileSystem, directory: str, files: tuple[str, 
 
 
 def _newest_below(filesystem: pafs.FileSystem, path: str, info: pafs.FileInfo) -> str | None:
-    """Returns the checkpoint of a run's directory that was written last, by the stamps in the files."""
+    """Returns the checkpoint of a run's directory that the run would go on from; None if there is none.
+
+    That is the last one of those that Ray Train knows of: one that was being reported when the run broke off is there
+    as well, and is not taken. Where it does not tell, the stamps in the files tell which was written last.
+    """
     if info.type != pafs.FileType.Directory:
         return None
     found = filesystem.get_file_info(pafs.FileSelector(path))
     directories = sorted((f.path for f in found if f.type == pafs.FileType.Directory), reverse=True)[:_MAX_LOOK]
     files = {directory: our_files(filesystem, directory) for directory in directories}
     with_ours = [directory for directory in directories if files[directory]]
+    reported = reported_in(filesystem, path)
+    known = [directory for directory in with_ours if directory.rpartition("/")[2] in reported]
+    if known:
+        return max(known, key=lambda place: reported[place.rpartition("/")[2]])
     return max(with_ours, key=lambda place: newest_stamp(filesystem, place, files[place]), default=None)
 
 

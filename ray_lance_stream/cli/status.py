@@ -67,8 +67,8 @@ def _nothing(run: str | None, found: Overview, lacking: str | None, cluster: str
             + (f"; {lacking}" if lacking else ""),
             expected="a run whose training workers have started"
             + ("" if run is None else ", which knows its name from then on"),
-            remedy="wait for the run to start; look at another cluster with --address; or, if it has ended, at where "
-            "it stood: ray-lance-stream inspect RUN_DIRECTORY",
+            remedy="wait for the run to start, or to start again after a failure; look at another cluster with "
+            "--address; or, if it has ended, at where it stood: ray-lance-stream inspect RUN_DIRECTORY",
         )
     )
 
