@@ -223,7 +223,11 @@ def run_one(args: argparse.Namespace, contender: str, workload: str, order: str)
     python = args.peer_python if contender in PEERS else sys.executable
     command = [python, __file__, "--directory", args.directory, "--scale", str(args.scale)]
     command += ["--one", contender, workload, order]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{contender}, {workload}, {order}: not done after {args.timeout_s} s", file=sys.stderr)
+        return None
     if done.returncode:
         print(f"{contender}, {workload}, {order}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
         return None
