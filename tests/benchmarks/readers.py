@@ -61,8 +61,13 @@ def ours(stream_args: dict[str, Any], ready: Callable[[], None], *, warm_up: boo
 def lancedb_streaming(
     directory: str, name: str, clump: int | None, transform: Transform, workers: int, read_size: int
 ) -> Batches:
-    """LanceDB's own classes."""
+    """LanceDB's own classes, whose transforms return a list of rows."""
     from lancedb.streaming import StreamingDataLoader, StreamingDataset
+
+    def by_row(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+        assert transform is not None
+        columns = transform(batch)
+        return [{"x": x, "label": label} for x, label in zip(columns["x"], columns["label"].to_pylist(), strict=True)]
 
     dataset = StreamingDataset(
         lancedb.connect(directory).open_table(name),
@@ -70,7 +75,7 @@ def lancedb_streaming(
         shuffle_seed=SEED,
         shuffle_clump_size=clump,
         read_batch_size=read_size,
-        transform=transform,
+        transform=None if transform is None else by_row,
     )
     for batch in StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
         yield len(batch["label"]), batch
