@@ -33,6 +33,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -137,9 +138,9 @@ def batches_of(
     """Starts a reader."""
     if contender.startswith("bare"):
         if contender not in PINNED:
-            return readers.bare(directory, name, clump, transform, first_bytes=None)
+            return readers.bare(directory, name, clump, transform)
         pin(psutil.Process(), 0)
-        for _ in readers.bare(directory, name, clump, transform, first_bytes=None):
+        for _ in readers.bare(directory, name, clump, transform):
             pass
         ready()
         return readers.bare(directory, name, clump, transform, first_bytes=readers.FIRST_BLOCK_BYTES)
@@ -223,15 +224,18 @@ def run_one(args: argparse.Namespace, contender: str, workload: str, order: str)
     python = args.peer_python if contender in PEERS else sys.executable
     command = [python, __file__, "--directory", args.directory, "--scale", str(args.scale)]
     command += ["--one", contender, workload, order]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{contender}, {workload}, {order}: not done after {args.timeout_s} s", file=sys.stderr)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            printed, errors = process.communicate(timeout=args.timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a reader's workers, too, which would go on by themselves
+            print(f"{contender}, {workload}, {order}: not done after {args.timeout_s} s", file=sys.stderr)
+            return None
+    if process.returncode:
+        print(f"{contender}, {workload}, {order}: failed\n{errors[-2000:]}", file=sys.stderr)
         return None
-    if done.returncode:
-        print(f"{contender}, {workload}, {order}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
-        return None
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, float] = json.loads(printed.strip().splitlines()[-1])
     return found
 
 

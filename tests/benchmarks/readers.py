@@ -19,7 +19,9 @@ Batches = Iterator[Any]
 Transform = Callable[..., Any] | None
 
 
-def bare(directory: str, name: str, clump: int | None, transform: Transform, *, first_bytes: int | None) -> Batches:
+def bare(
+    directory: str, name: str, clump: int | None, transform: Transform, *, first_bytes: int | None = None
+) -> Batches:
     """One thread that reads blocks in random order and gathers them; smaller ones first, as ours does, if told to."""
     import lance
 
