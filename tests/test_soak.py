@@ -8,10 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
-from soak.faults import Event
+from soak.faults import RESTARTS, Event, Faults
 from soak.proof import Proof, prove
 from soak.sampling import Sample, Store, growth, judge
 from soak.steplog import Following, LogWriter, Share, Worker, read_log
@@ -242,7 +243,7 @@ def test_growth_is_judged_after_the_warm_up(per_sample: float, grows: bool) -> N
     warm = 36  # six minutes of samples; a new process fills its memory within the first twenty seconds
     controller = samples("controller", 1, [100 + per_sample * place for place in range(2 * warm)])
     manager = samples("manager", 2, [20, 60, 100, *[100.0] * (warm - 3)], began_s=10.0 * warm)
-    found = {g.what: g for g in judge([*controller, *manager], [])}
+    found = {g.what: g for g in judge([*controller, *manager], [], 10.0 * warm)}
     assert found["memory of the controller, MiB"].per_minute == pytest.approx(6 * per_sample)
     assert found["memory of the controller, MiB"].is_bad is grows
     assert found["memory of the manager, MiB"].per_minute == pytest.approx(0)
@@ -264,6 +265,22 @@ def test_the_run_over_time_as_a_table() -> None:
         ["40.0", "6", "-"],
     ]
     assert lines[2][3:] == ["62", "MiB", "-", "-", "72", "MiB", "20", "1", "7", "3", "MiB"]
+
+
+class Cluster:
+    """As much of the cluster as dealing asks for: three nodes of each pool."""
+
+    def of(self, pool: str) -> list[str]:
+        return [pool] * 3
+
+
+def test_in_the_end_only_trainers_are_harmed() -> None:
+    nodes: Any = Cluster()
+    faults = Faults(nodes, Following(Path()), Random(3), print)
+    assert {faults._next() for _ in range(200)} >= {kind for kind in RESTARTS if not kind.endswith("added")}
+    faults._spares = True
+    late = {faults._next() for _ in range(200)} - {"trainer node added", "loader node added"}
+    assert late == {"worker killed", "trainer node lost", "trainer node preempted"}
 
 
 @pytest.mark.cluster

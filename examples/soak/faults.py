@@ -29,6 +29,8 @@ RESTARTS: Final = {
     "loader node preempted": False,
     "loader node added": False,
 }
+# What only training workers feel.
+_OF_TRAINING: Final = ("worker", "trainer")
 _DECK: Final = [kind for kind in RESTARTS if not kind.endswith("added")] + ["worker killed", "prefetcher killed"]
 _LEAST = {"train": 1, "data": 1}
 _MOST = {"train": MOST_WORKERS, "data": 2}
@@ -86,12 +88,15 @@ class Faults:
         self._rng = rng
         self._say = say
         self._deck: list[str] = []
+        self._spares = False
 
-    def go_on(self, until_s: float, is_running: Callable[[], bool]) -> None:
+    def go_on(self, until_s: float, spare_from_s: float, is_running: Callable[[], bool]) -> None:
         """Does harm until a time, or until the run has ended.
 
         Args:
             until_s: Seconds since 1970.
+            spare_from_s: From when on only training workers and their nodes are harmed: what feeds them then lives
+                for long enough that its growth can be seen.
             is_running: Whether the run goes on.
         """
 
@@ -100,6 +105,7 @@ class Faults:
 
         while not over():
             before = self._following.newest()[0]
+            self._spares = time.time() >= spare_from_s
             event = self._do(self._next())
             if event is None:
                 continue
@@ -119,10 +125,13 @@ class Faults:
                 self._deck = self._rng.sample(_DECK, len(_DECK))
             kind = self._deck.pop()
             pool = "train" if kind.startswith("trainer") else "data"
-            if "node" not in kind or self._count(pool) > _LEAST[pool]:
+            if self._may(kind) and ("node" not in kind or self._count(pool) > _LEAST[pool]):
                 self._deck += skipped  # they come when a node is there that can be lost
                 return kind
             skipped.append(kind)
+
+    def _may(self, kind: str) -> bool:
+        return not self._spares or kind.startswith(_OF_TRAINING)
 
     def _do(self, kind: str) -> Event | None:
         """Does it; None if there is nothing to be killed at the moment."""
@@ -146,7 +155,7 @@ class Faults:
                 self._say(f"{kind.removesuffix('preempted')}to be taken in {_NOTICE_S:.0f} s: {node.node_id[:8]}")
                 if self._rng.random() < _MEANWHILE:
                     time.sleep(self._rng.uniform(0.0, _NOTICE_S - 2))
-                    self._do(self._rng.choice([k for k in RESTARTS if k.endswith("killed")]))
+                    self._do(self._rng.choice([k for k in RESTARTS if k.endswith("killed") and self._may(k)]))
                 time.sleep(max(0.0, noticed_s + _NOTICE_S - time.time()))
             detail = f"node {node.node_id[:8]}"
             if not kind.endswith("added"):

@@ -19,8 +19,9 @@ from soak.cluster import OURS, Nodes
 MIB: Final = 1024 * 1024
 _EVERY_S: Final = 2.0
 _STORE_TIMEOUT_S: Final = 5.0
-_WARM_UP_S: Final = 30.0  # a process imports, opens its tables and fills its buffers: that is no leak
-_LEAST_SPAN_S: Final = 180.0  # a line through less says nothing: runs of less than six minutes are not judged
+# A process imports, opens its tables and fills its buffers, and its allocator finds out what it has to hold: no leak.
+_WARM_UP_S: Final = 60.0
+_LEAST_SPAN_S: Final = 180.0  # a line through less says nothing: runs of less than ten minutes are not judged
 
 # The steepest slopes that pass: what jitter makes of a line through a few minutes. A leak of one block a step, of
 # a file or an object a fault, is steeper.
@@ -129,7 +130,7 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How something went over the second half of a run.
+    """How something went while what feeds the training was left alone.
 
     Attributes:
         what: What was measured.
@@ -178,15 +179,14 @@ def growth(what: str, series: Sequence[Series], bound: float) -> Growth:
     )
 
 
-def judge(samples: Sequence[Sample], stores: Sequence[Store]) -> list[Growth]:
-    """Fits a slope to everything that must not grow, over the second half of the run."""
+def judge(samples: Sequence[Sample], stores: Sequence[Store], from_s: float) -> list[Growth]:
+    """Fits a slope to everything that must not grow, from a time on, in seconds since 1970."""
     if not samples:
         return []
-    middle = (samples[0].time_s + samples[-1].time_s) / 2
     born: dict[int, float] = {}
     for sample in samples:
         born.setdefault(sample.pid, sample.time_s)
-    late = [s for s in samples if s.time_s >= max(middle, born[s.pid] + _WARM_UP_S)]
+    late = [s for s in samples if s.time_s >= max(from_s, born[s.pid] + _WARM_UP_S)]
     found = []
     for role in ("controller", *OURS):
         lives: dict[int, list[Sample]] = {}
@@ -198,9 +198,9 @@ def judge(samples: Sequence[Sample], stores: Sequence[Store]) -> list[Growth]:
         files = [[float(sample.files) for sample in life] for life in lives.values()]
         found.append(growth(f"memory of the {role}, MiB", list(zip(times, memory, strict=True)), _MEMORY_PER_MINUTE))
         found.append(growth(f"open files of the {role}", list(zip(times, files, strict=True)), _FILES_PER_MINUTE))
-    actors = [(time_s, float(n)) for time_s, n in actors_over_time(samples) if time_s >= middle]
-    objects = [(store.time_s, float(store.objects)) for store in stores if store.time_s >= middle]
-    used = [(store.time_s, store.used_bytes / MIB) for store in stores if store.time_s >= middle]
+    actors = [(time_s, float(n)) for time_s, n in actors_over_time(samples) if time_s >= from_s]
+    objects = [(store.time_s, float(store.objects)) for store in stores if store.time_s >= from_s]
+    used = [(store.time_s, store.used_bytes / MIB) for store in stores if store.time_s >= from_s]
     found.append(growth("actors of ours", [_split(actors)], _ACTORS_PER_MINUTE))
     found.append(growth("objects in the stores", [_split(objects)], _OBJECTS_PER_MINUTE))
     found.append(growth("bytes in the stores, MiB", [_split(used)], _STORE_PER_MINUTE))

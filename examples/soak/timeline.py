@@ -151,7 +151,7 @@ def samples_text(
 
 def growth_text(found: Sequence[Growth]) -> str:
     """Returns a table of what must not grow."""
-    lines = [f"{'second half of the run':32} {'mean':>8} {'a minute':>10} {'at most':>8} {'seen, s':>8}"]
+    lines = [f"{'while only trainers are harmed':32} {'mean':>8} {'a minute':>10} {'at most':>8} {'seen, s':>8}"]
     for g in found:
         verdict = "GROWS" if g.is_bad else "" if g.is_judged else "too short to judge"
         lines.append(
