@@ -147,6 +147,7 @@ def train_under_faults(stream: LanceStream, nodes: Nodes, output: Path, minutes:
         say(f"training; faults for {minutes:g} minutes, or until Ctrl-C")
         spared_s = began_s + SPARED_FROM * 60 * minutes
         faults.go_on(began_s + 60 * minutes, spared_s, training.is_running)
+        faults.give_back()
     except KeyboardInterrupt:
         say("interrupted: ending the run, and proving what there is")
     except Exception as error:  # what was delivered until then is worth a proof all the same

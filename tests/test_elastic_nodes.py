@@ -11,9 +11,11 @@ import ray
 from conftest import Tables
 from consumers import Consumer, Slow, pool, train
 from nodes import Nodes
+from ray.util.placement_group import placement_group, remove_placement_group
 from runs import opened, reference, wait_until
 
 from ray_lance_stream import PrefetchConfig
+from ray_lance_stream.cluster.room import lacking
 
 pytestmark = [pytest.mark.cluster, pytest.mark.fault]
 ROWS = 4000
@@ -90,3 +92,16 @@ def test_one_that_waits_for_a_node_goes_with_the_stream(nodes: Nodes, tables: Ta
     wait_until(lambda: free_cpus() == 2, 30, "both nodes are free")
     time.sleep(3)  # more than a prefetcher that still waited would need to be placed
     assert free_cpus() == 2
+
+
+def test_a_node_lost_with_places_of_workers_is_told(nodes: Nodes) -> None:
+    first, _ = nodes.add_trainer(), nodes.add_trainer()
+    group: Any = placement_group([{"GPU": 1}, {"GPU": 1}], strategy="SPREAD")
+    try:
+        assert ray.get(group.ready(), timeout=60)
+        assert lacking() is None
+        nodes.lose(first)
+        wait_until(lambda: (lacking() or "").startswith("Ray has no room for 1 x 1 GPU;"), 60, "it is told")
+        assert "a node was lost" in str(lacking()) and "add a node" in str(lacking())
+    finally:
+        remove_placement_group(group)

@@ -114,6 +114,15 @@ class Faults:
             else:
                 self._await_recovery(event, before, over)
 
+    def give_back(self) -> None:
+        """Adds the trainer nodes that are missing.
+
+        Ray Train waits without end for a node that it lost while it started workers there, even where it could go on
+        with fewer: a run cannot be told to stop then.
+        """
+        while self._count("train") < _MOST["train"]:
+            self._do("trainer node added")
+
     def _next(self) -> str:
         """Deals the next event that is possible now."""
         missing = [pool for pool in ("train", "data") if self._count(pool) < _MOST[pool]]

@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 
+_RESCHEDULING: Final = "RESCHEDULING"  # on a node that was lost; Ray 2.60 does not say then that there is no room
 _NO_ROOM: Final = ("NO_RESOURCES", "INFEASIBLE")  # the latter on no node there is; one may be started
 
 
@@ -22,14 +23,21 @@ def lacking() -> str | None:
     except (RayError, RuntimeError):  # the cluster does not answer: whoever asks has other ways to find out
         return None
     waiting = [
-        bundle
+        (group["state"], bundle)
         for group in groups
-        if group["state"] in ("PENDING", "RESCHEDULING") and group["stats"]["scheduling_state"] in _NO_ROOM
+        if group["state"] == _RESCHEDULING
+        or (group["state"] == "PENDING" and group["stats"]["scheduling_state"] in _NO_ROOM)
         for at, bundle in group["bundles"].items()
         if not group["bundles_to_node_id"][at]
     ]
     if not waiting:
         return None
-    counts = Counter(" + ".join(f"{amount:g} {name}" for name, amount in sorted(each.items())) for each in waiting)
+    counts = Counter(" + ".join(f"{amount:g} {name}" for name, amount in sorted(each.items())) for _, each in waiting)
     wants = ", ".join(f"{count} x {what}" for what, count in counts.items())
-    return f"Ray has no room for {wants}; `ray status` shows what there is"
+    said = f"Ray has no room for {wants}; `ray status` shows what there is"
+    if any(state == _RESCHEDULING for state, _ in waiting):
+        said += (
+            "; a node was lost: if workers were being started on it, Ray Train waits for another one even where fewer "
+            "would do, so add a node, or stop the job and submit it again"
+        )
+    return said

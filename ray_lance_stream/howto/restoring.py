@@ -6,6 +6,9 @@ needed.
 
 * The same run, name and storage path: start it again. Ray Train finds the run's last checkpoint, and the stream reads
   its state from there. The number of workers may be another one.
+  Do that too if a run stands still because "Ray has no room" for a worker whose node was lost while workers were being
+  started (the progress line and ``ray-lance-stream status`` say so): Ray Train 2.60 waits then until another such node
+  comes, even where it could go on with fewer.
 * A new run: pass the checkpoint's path, URI or ``ray.train.Checkpoint`` as ``resume_from``. It counts until the new run
   has a checkpoint of its own. Until then ``ray.train.get_checkpoint()`` is None in the loop, so that the weights are
   the loop's to find; hand it the same checkpoint, here as a directory that every worker sees:
