@@ -23,11 +23,11 @@ import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
-from nodes import cluster_of_nodes, nodes, one_node
+from nodes import nodes, one_node
 
 from ray_lance_stream import LanceStream, gone
 
-__all__ = ["cluster_of_nodes", "nodes", "one_node"]  # fixtures
+__all__ = ["nodes", "one_node"]  # fixtures
 
 
 def rows_from(start: int, count: int) -> pa.Table:

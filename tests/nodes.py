@@ -87,24 +87,16 @@ class Nodes:
 
     def lose(self, node: Any) -> None:
         """Ends a node without warning, as a machine goes: the raylet and every process on it, by SIGKILL."""
-        (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
-        processes = _descendants(raylet)
-        os.kill(raylet, signal.SIGKILL)
-        for pid in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        processes = _end(node)
         self._cluster.remove_node(node, allow_graceful=False)
         wait_until(lambda: not any(map(is_running, processes)), 10, "the processes of the node are gone")
         wait_until(lambda: self._is_dead(node.node_id), 60, "Ray knows that the node is lost")
 
-    def lose_all(self) -> None:
-        """Ends every node but the head."""
-        for node in list(self._cluster.worker_nodes):
-            self.lose(node)
-
     def close(self) -> None:
         """Ends the cluster."""
         ray.shutdown()
+        for node in self._cluster.worker_nodes:
+            _end(node)
         self._cluster.shutdown()  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -113,24 +105,29 @@ class Nodes:
         return all(not node["Alive"] for node in nodes if node["NodeID"] == node_id)
 
 
-@pytest.fixture(scope="module")
-def cluster_of_nodes() -> Iterator[Nodes]:
-    """The head of a cluster; tests take :func:`nodes`."""
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """A cluster of several nodes, new for each test: what Train believes of its nodes is up to 20 seconds old."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in _IMPATIENCE.items():
             environment.setenv(name, value)
         cluster = Nodes()
         # Train asks the cluster at this address for its actors; without it, whichever was started last.
         environment.setenv("RAY_ADDRESS", cluster._cluster.address)
-        yield cluster
-        cluster.close()
+        try:
+            yield cluster
+        finally:
+            cluster.close()
 
 
-@pytest.fixture
-def nodes(cluster_of_nodes: Nodes) -> Iterator[Nodes]:
-    """A cluster of several nodes; those that a test has added go with it."""
-    yield cluster_of_nodes
-    cluster_of_nodes.lose_all()
+def _end(node: Any) -> list[int]:
+    """Kills a node's raylet and all that it has started; returns those."""
+    (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
+    processes = _descendants(raylet)
+    for pid in (raylet, *processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return processes
 
 
 def _descendants(pid: int) -> list[int]:
