@@ -19,9 +19,8 @@ from soak.cluster import OURS, Nodes
 MIB: Final = 1024 * 1024
 _EVERY_S: Final = 2.0
 _STORE_TIMEOUT_S: Final = 5.0
-# A process imports, opens its tables and fills its buffers, and its allocator finds out what it has to hold: no leak.
-_WARM_UP_S: Final = 60.0
-_LEAST_SPAN_S: Final = 180.0  # a line through less says nothing: runs of less than ten minutes are not judged
+_WARM_UP_S: Final = 30.0  # a process imports, opens its tables and fills its buffers: that is no leak
+_LEAST_SPAN_S: Final = 180.0  # a line through less says nothing: runs of less than eight minutes are not judged
 
 # The steepest slopes that pass: what jitter makes of a line through a few minutes. A leak of one block a step, of
 # a file or an object a fault, is steeper.

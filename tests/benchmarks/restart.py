@@ -63,8 +63,8 @@ def train_loop(config: dict[str, Any]) -> None:
             mean = (batch["x"] if shard is not None else batch).mean().reshape(1)
             torch.distributed.all_reduce(mean)
             if number == 0 and rank == 0:
-                entry = {"epoch": epoch, "again": again, "joined_s": joined_s, "first_s": first_s}
-                entry["at"] = time.time()
+                took = {"joined_s": joined_s, "first_s": first_s}
+                entry = {"epoch": epoch, "again": again, "at": time.time(), **took}
                 with Path(config["log"], "steps").open("a") as log:
                     log.write(json.dumps(entry) + "\n")
             if (epoch, number + 1) == (KILL_AT[0], KILL_AT[1] - 1):
