@@ -111,7 +111,9 @@ class Dispatcher:
             StreamClosedError: The wait was interrupted, or the shard closed.
             LanceStreamError: The block will not come; asking again is possible.
         """
-        wanted.wanted = True
+        if not wanted.wanted:
+            wanted.wanted = True
+            _try_anew(wanted)
         arrived = self.look_after(flights)
         if wanted.block is None:
             self.waits_for = wanted
@@ -230,6 +232,16 @@ class Dispatcher:
             return
         with contextlib.suppress(FutureTimeoutError, CancelledError):
             wanted.future.exception(timeout=_POLL_S)
+
+
+def _try_anew(flight: Flight) -> None:
+    """Has the attempts and the time of failing begin when somebody waits: what was read ahead may have failed in an
+    outage that is over. An error that was final at once stays.
+    """
+    if flight.error is not None and flight.attempt > 1:
+        flight.error, flight.retry_at = None, time.monotonic()
+    if flight.error is None:
+        flight.failed_at, flight.attempt = None, 0 if flight.retry_at is not None else 1
 
 
 def _weigh(dispatcher: weakref.ref[Dispatcher], flight: weakref.ref[Flight], done: Future[Any]) -> None:

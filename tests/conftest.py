@@ -109,12 +109,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeats tests of faults, each time with another ``rng``."""
-    if metafunc.definition.get_closest_marker("fault") is not None:
+    times = metafunc.config.getoption("times")
+    # Of a test that is one of a fault in some cases only, the others are repeated too, unless -m leaves them out.
+    if metafunc.definition.get_closest_marker("fault") is not None or (times > 1 and _has_cases_of_faults(metafunc)):
         if "rng" not in metafunc.fixturenames:
             metafunc.fixturenames.append("rng")
-        first, times = metafunc.config.getoption("seed"), metafunc.config.getoption("times")
+        first = metafunc.config.getoption("seed")
         seeds = range(first, first + times)
         metafunc.parametrize("rng", seeds, indirect=True, ids=[f"seed {seed}" for seed in seeds])
+
+
+def _has_cases_of_faults(metafunc: pytest.Metafunc) -> bool:
+    cases = [case for mark in metafunc.definition.iter_markers("parametrize") for case in mark.args[1]]
+    return any(mark.name == "fault" for case in cases for mark in getattr(case, "marks", ()))
 
 
 @pytest.fixture

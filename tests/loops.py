@@ -67,7 +67,8 @@ def checkpoint_of(content: dict[str, Any]) -> tuple[tempfile.TemporaryDirectory[
 def loop(config: dict[str, Any]) -> None:
     """Logs what it is handed; reports after every step of ``report_at``; fails once where told.
 
-    Faults come after a step and its report; those of ``faults_before``, just before the report.
+    Faults come after a step, when its report has become a checkpoint; those of ``faults_before``, just before the
+    report.
     """
     shard = ray.train.get_dataset_shard("train")
     log = Log(config, shard)
@@ -92,7 +93,13 @@ def loop(config: dict[str, Any]) -> None:
                     break_down_once(config, shard, fault)
             if config.get("fail_at") == [epoch, shard.step] and not os.path.exists(f"{config['log']}/failed"):
                 Path(config["log"], "failed").touch()
+                wait_until_committed()
                 raise RuntimeError("a failure made by the test")
+
+
+def wait_until_committed() -> None:
+    """Waits until Ray Train knows what was reported: it forgets a report of a worker that fails before it looks."""
+    ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
 
 
 def break_down_once(config: dict[str, Any], shard: Any, fault: list[Any]) -> None:
@@ -100,6 +107,7 @@ def break_down_once(config: dict[str, Any], shard: Any, fault: list[Any]) -> Non
     mark = Path(config["log"], "fault-" + "-".join(map(str, fault)))
     if not mark.exists():
         mark.touch()
+        wait_until_committed()
         break_down(shard, fault[3])
 
 
@@ -195,6 +203,7 @@ def lose_the_manager(config: dict[str, Any]) -> None:
                     report({"step": 3}, checkpoint)
             else:
                 report({"step": 3})
+            wait_until_committed()
             raise RuntimeError("a failure made by the test")
 
 

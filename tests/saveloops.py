@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from loops import Log
+from loops import Log, wait_until_committed
 from pyarrow import fs as pafs
 from ray.train import Checkpoint, CheckpointUploadMode
 
@@ -138,7 +138,7 @@ def save_in_every_way(config: dict[str, Any]) -> None:
             way = list(WAYS)[shard.step - 1]
             WAYS[way]({"way": way, "step": shard.step}, shard.step, log.rank)
         if shard.step == len(WAYS) + 1:
-            ray.train.get_all_reported_checkpoints(ray.train.CheckpointConsistencyMode.COMMITTED)
+            wait_until_committed()
             fail_once(config, "saved")
 
 

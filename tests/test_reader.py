@@ -348,6 +348,32 @@ def test_the_time_of_failing_counts_from_the_first_failure_until_it_is_final() -
     assert all(0.1 <= elapsed_s < 0.4 for elapsed_s in source.elapsed_s[1::2])
 
 
+def test_what_was_given_up_while_nobody_waited_for_it_is_tried_when_somebody_does() -> None:
+    class Storage(Source):
+        def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
+            del elapsed_s
+            return 0.02 if isinstance(error, OSError) and attempt < 2 else None
+
+    source = Storage()
+    source.failures = {start: [OSError("gone"), OSError("gone")] for start in (0, 5, 10)}
+    source.failures[15] = [ValueError("bad")]
+    source.held_back = True
+    reader = make_reader(source, block_bytes=2000)
+    thread, out = in_thread(lambda: reader.read(range(CYCLES * 4)))
+    while len(source.asked) < 4:
+        time.sleep(0.01)
+    source.held_back = False
+    for index in (3, 2, 1, 0):  # those behind are given up no later than the one that is waited for
+        source.answer(index)
+    thread.join(5)
+    assert isinstance(out[0], BlockError) and not any(source.failures.values())
+    before = len(source.asked)
+    with pytest.raises(BlockError, match="bad"):  # which was final at once
+        reader.read(range(CYCLES * 4))
+    assert [ranges.start for ranges in source.asked[before:]] == [0, 5, 10]
+    assert places(reader.read(range(CYCLES * 4))) == [(c, s) for c in range(CYCLES) for s in range(4)]
+
+
 def test_a_long_wait_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(flight_module, "Patience", lambda: Patience(first_s=0.1))
     source = Source()

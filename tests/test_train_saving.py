@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,18 @@ PREFETCH = PrefetchConfig(num_actors=1, placement_timeout_s=120)
 @pytest.fixture
 def bucket() -> Iterator[tuple[pafs.FileSystem, str]]:
     """An object store's file system, and a path in a bucket of its own."""
-    server = ThreadedMotoServer(port=0, verbose=False)
+    server, name = ThreadedMotoServer(port=0, verbose=False), f"saves-{uuid.uuid4().hex}"  # servers share buckets
     server.start()
     try:
         host, port = server.get_host_and_port()
-        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket-of-saves", method="PUT"))
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/{name}", method="PUT"))
         filesystem = pafs.S3FileSystem(
             access_key="access-key-id",
             secret_key="secret",
             endpoint_override=f"http://{host}:{port}",
             region="us-east-1",
         )
-        yield filesystem, "bucket-of-saves/runs"
+        yield filesystem, f"{name}/runs"
     finally:
         server.stop()
 
