@@ -1,9 +1,10 @@
 """All benchmarks, one after another, and one table of what they found beside what it should be.
 
-    python tests/benchmarks [--directory DIR] [--only NAME ...] [--peer-python PATH]
+    python tests/benchmarks [--directory DIR] [--only NAME ...] [--peer-python PATH] [--again]
 
 Takes hours: nothing else should run meanwhile. What each prints goes to DIR/NAME.txt as well, its figures to
 DIR/NAME.json; a line of the table is "MISSED" where a median is not what it should be. Ends with status 1 then.
+--again prints the table of what was found before, and measures nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("output/benchmarks"))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="these, instead of all")
     parser.add_argument("--peer-python", metavar="PATH", help="see epoch_rate.py")
+    parser.add_argument("--again", action="store_true", help="print what was found before")
     args = parser.parse_args()
+    if args.again:
+        found = [args.directory / f"{name}.json" for name in args.only]
+        show([line for path in found if path.exists() for line in load(path)])
+        return
     args.directory.mkdir(parents=True, exist_ok=True)
     lines = []
     for name in args.only:

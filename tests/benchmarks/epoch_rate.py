@@ -292,6 +292,9 @@ def ratios(workload: str, order: str, found: Runs) -> Iterator[Line]:
             best = max(theirs, key=lambda name: statistics.median(rates(found[name])))
             target = TIMES_LANCEDB[workload][order != "row"]
             yield Line(what=title + best, unit="", values=to("ours", best), at_least=target)
+            if "bare" in found:  # so much there is to gain with one reader
+                what = f"({workload}) by {order}: rate, a bare reader to {best}"
+                yield Line(what=what, unit="", values=to("bare", best))
             memory = [a["peak_bytes"] / b["peak_bytes"] for a, b in zip(found["ours"], found[best], strict=True)]
             yield Line(what=f"({workload}) by {order}: peak memory, ours to {best}", unit="", values=memory)
         for name in found:
