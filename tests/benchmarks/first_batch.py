@@ -2,13 +2,13 @@
 
     python tests/benchmarks/first_batch.py [--directory DIR] [--repeats 5]
 
-Tables of 64 float32 values per row; 48 splits, global batches of 480 rows, default settings otherwise. The
-clock for the first batch starts when the prefetchers are there, the shard is open and the machine is idle again
-(starting actors makes Ray start others), and stops when ``next()`` has returned the batch as torch tensors. The
-tables are in the page cache, so that the disk is not what is compared. Medians, with the least and the most, after
-one warm-up; ``bare take`` is the same number of random rows read by one process that has the table open, the floor
-of what a first batch can cost. A table of LanceDB has a file for every million rows or write: rows and files are
-varied apart. The first table is also resumed at 90 % of an epoch.
+Tables of 64 float32 values per row and, so that they can be long, of one int32 ("narrow"); 48 splits, global batches
+of 480 rows, default settings otherwise. The clock for the first batch starts when the prefetchers are there, the shard
+is open and the machine is idle again (starting actors makes Ray start others), and stops when ``next()`` has returned
+the batch as torch tensors. The tables are in the page cache, so that the disk is not what is compared. Medians, with
+the least and the most, after one warm-up; ``bare take`` is the same number of random rows read by one process that has
+the table open, the floor of what a first batch can cost. A table of LanceDB has a file for every million rows or
+write: rows and files are varied apart. The first table is also resumed at 90 % of an epoch.
 """
 
 from __future__ import annotations
@@ -40,23 +40,35 @@ WIDTH = 64
 BATCH, SPLITS = 480, 48
 FIRST_BATCH_S = 0.1
 CHUNK = 250_000
-SIZES = ((500_000, 1), (5_000_000, 1), (500_000, 5), (5_000_000, 5))  # rows, files
+SIZES = (  # rows, files, float32 values of a row: none is one int32
+    (500_000, 1, WIDTH),
+    (5_000_000, 1, WIDTH),
+    (500_000, 5, WIDTH),
+    (5_000_000, 5, WIDTH),
+    (500_000, 1, 0),
+    (100_000_000, 1, 0),
+    (100_000_000, 100, 0),
+)
 
 
-def ensure_table(uri: str, rows: int, files: int) -> str:
+def ensure_table(uri: str, rows: int, files: int, width: int) -> str:
     """Writes a table of so many rows in so many files, unless it is there."""
-    name = f"rows{rows}x{files}"
+    name = f"rows{rows}x{files}" if width else f"narrow{rows}x{files}"
     if not Path(uri, f"{name}.lance").exists():
         rng = np.random.default_rng(0)
 
         def batches() -> Iterator[pa.RecordBatch]:
             for start in range(0, rows, CHUNK):
                 count = min(CHUNK, rows - start)
-                values = pa.array(rng.random(count * WIDTH, dtype=np.float32))
-                x = pa.FixedSizeListArray.from_arrays(values, WIDTH)
+                if not width:
+                    yield pa.record_batch({"x": pa.array(np.arange(start, start + count, dtype=np.int32))})
+                    continue
+                values = pa.array(rng.random(count * width, dtype=np.float32))
+                x = pa.FixedSizeListArray.from_arrays(values, width)
                 yield pa.record_batch({"x": x, "y": pa.array(np.arange(start, start + count))})
 
-        schema = pa.schema({"x": pa.list_(pa.float32(), WIDTH), "y": pa.int64()})
+        wide = pa.schema({"x": pa.list_(pa.float32(), width), "y": pa.int64()})
+        schema = wide if width else pa.schema({"x": pa.int32()})
         reader = pa.RecordBatchReader.from_batches(schema, batches())
         lance.write_dataset(reader, Path(uri, f"{name}.lance"), max_rows_per_file=rows // files)
     return name
@@ -113,7 +125,7 @@ def measure(uri: str, name: str, begin: float = 0.0) -> tuple[float, float, floa
         batches = iter(shard.iter_torch_batches())  # held: dropping it would end its thread on the clock
         batch = next(batches)
         done = time.perf_counter()
-        assert batch["x"].shape == (BATCH, WIDTH)
+        assert len(batch["x"]) == BATCH
         del batches
     return constructed - began, done - began_reading, bare_take_s(uri, name, seed)
 
@@ -138,8 +150,9 @@ def main() -> None:
     ray.shutdown()
     lines = []
     for (name, begin), results in found.items():
-        rows, files = tables[name]
-        title = f"{rows:,} rows in {files} file{'s' * (files > 1)}" + (f", resumed at {begin:.0%}" if begin else "")
+        rows, files, width = tables[name]
+        title = f"{rows:,} {'rows' if width else 'narrow rows'} in {files} file{'s' * (files > 1)}"
+        title += f", resumed at {begin:.0%}" if begin else ""
         constructs, batches, takes = ([1e3 * value for value in values] for values in zip(*results, strict=True))
         lines += [
             Line(what=f"{title}: construction", unit="ms", values=constructs),
