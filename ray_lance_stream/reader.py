@@ -16,6 +16,7 @@ from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.source import BlockSource
 
 FIRST_BLOCK_BYTES: Final = 128 * 1024  # or one step, if that is no more than a small block
+_FIRST_BLOCK_ROWS: Final = 512  # likewise: rows at random places cost about as much each, however narrow they are
 _SMALL_BLOCK_BYTES: Final = 512 * 1024  # a tight budget makes blocks no smaller than this
 FALL: Final = 0.5  # how fast the expected size of rows falls, from block to block
 MOST_OPEN: Final = 256  # blocks asked for and not here: two for each of a hundred prefetchers
@@ -39,6 +40,11 @@ class ReadAhead:
 
     max_bytes: int
     block_bytes: int
+
+
+def first_block_bytes(handle: PlanHandle) -> float:
+    """Size of an epoch's first block, which the consumer waits for."""
+    return min(float(FIRST_BLOCK_BYTES), _FIRST_BLOCK_ROWS * handle.bytes_per_row)
 
 
 class Pace:
@@ -92,7 +98,7 @@ class BlockReader:
         step_bytes = self._bytes_per_cycle * cycles_per_step
         smallest = max(_SMALL_BLOCK_BYTES, step_bytes / 4)
         self._largest_bytes = min(float(read_ahead.block_bytes), max(smallest, read_ahead.max_bytes / 3))
-        first = max(FIRST_BLOCK_BYTES, min(step_bytes, _SMALL_BLOCK_BYTES))
+        first = max(first_block_bytes(handle), min(step_bytes, _SMALL_BLOCK_BYTES))
         self._next_bytes = min(float(first), self._largest_bytes)
         self._pace = Pace(handle.transform_s_per_row)
         self._until = start_cycle  # first cycle that nobody waits for

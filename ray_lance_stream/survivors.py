@@ -16,7 +16,7 @@ import pyarrow as pa
 from ray_lance_stream.errors import BlockError
 from ray_lance_stream.flight import Dispatcher, Flight, withdraw_latest
 from ray_lance_stream.permutation import IntArray
-from ray_lance_stream.reader import FALL, FIRST_BLOCK_BYTES, GROWTH, MOST_OPEN, Pace, ReadAhead
+from ray_lance_stream.reader import FALL, FIRST_BLOCK_BYTES, GROWTH, MOST_OPEN, Pace, ReadAhead, first_block_bytes
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import Sifted, SkipLog, gather
 from ray_lance_stream.source import BlockSource
@@ -110,7 +110,7 @@ class SurvivorReader:
         self._flights: deque[Flight] = deque()  # asked for and not yet taken in, in this order
         self._unreleased: dict[int, tuple[Flight, int]] = {}  # blocks here, with the survivors kept of each
         self._bytes_per_row = handle.bytes_per_row
-        self._next_bytes = float(min(FIRST_BLOCK_BYTES, read_ahead.block_bytes))
+        self._next_bytes = min(first_block_bytes(handle), float(read_ahead.block_bytes))
         self.interrupted = self._dispatcher.interrupted
         self._pace = Pace(handle.transform_s_per_row)
         self.skips = SkipLog()
