@@ -9,14 +9,15 @@ rows. Batches of 480 rows as torch tensors (blobs as bytes).
 Every figure is a process of its own; contenders take turns, after one round that does not count and that chooses which
 settings of a reader go on: the fastest two of ``lancedb.streaming`` (workers, read size), the fastest of others. The
 rate is the epoch's rows over the seconds from construction to the last batch; with prefetchers the clock starts when
-the pool is ready, and ``with start`` counts their start as well. Where Ray was started, its processes have come to rest
-before. A ratio is that of a round: ours to what had its turn in the same round.
+the pool is ready, and ``with start`` counts their start as well, as it is counted of peers' workers in any case. Where
+Ray was started, its processes have come to rest before. A ratio is that of a round: ours to what had its turn in the
+same round.
 
 ``bare`` takes blocks of 32 MiB at random from the table and gathers them back into order, on one thread: the ceiling
 of one reader. ``one core``: one on one core alone, with blocks of the same sizes as ours, which begin smaller; and
 ours with one prefetcher on one core and all else on another one, so that what Ray and the consumer cost shows: each in
-the second epoch of a process, whose first does not count. Memory is the sum of the peaks of the processes (resident,
-less what they share), sampled.
+the second epoch of a process, whose first does not count. Memory is the peak of what the processes hold together
+(resident, less what they share) and of what has been added to shared memory, Ray's object store, sampled.
 
 ``mosaicml-streaming`` and ``litdata`` read the same rows from files in their own formats. They need other versions of
 what we need: --peer-python names the interpreter of an environment with them, lancedb, psutil, Pillow and torch;
@@ -33,6 +34,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -82,7 +84,7 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
 
     transform = decode if workload == "d" else None
     began: list[float] = []
-    resting_s = 0.0
+    resting_s, shared = 0.0, _shared_bytes()
     ray_runs = contender.startswith(("ours", "ray data")) and contender != "ours, in process"
 
     def ready() -> None:
@@ -111,12 +113,14 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
         wait_for_rest()
     start = time.perf_counter()
     batches = batches_of(contender, directory, name, clump, transform, ready)
-    peak = _Peak()
+    peak = _Peak(shared)
     rows, first = 0, 0.0
     for count, _ in batches:
         first = first or time.perf_counter()
         rows += count
     done = time.perf_counter()
+    if rows <= int(name[1:]) - readers.SPLITS:  # fewer may be left out, which fill no cycle
+        raise AssertionError(f"{contender} has delivered {rows} rows of {name}")
     since = began[0] if began else start
     return {
         "rows": rows,
@@ -189,11 +193,15 @@ def _cpu_s() -> float:
     return total
 
 
-class _Peak:
-    """Samples the memory of this process and of those it has started."""
+def _shared_bytes() -> int:
+    return shutil.disk_usage("/dev/shm").used
 
-    def __init__(self) -> None:
-        self._most = 0
+
+class _Peak:
+    """Samples the memory of this process, of those it has started, and what is in shared memory beyond ``shared``."""
+
+    def __init__(self, shared: int) -> None:
+        self._most, self._shared = 0, shared
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -201,7 +209,7 @@ class _Peak:
     def _sample(self) -> None:
         me = psutil.Process()
         while not self._stop.wait(0.2):
-            total = 0
+            total = max(0, _shared_bytes() - self._shared)
             for process in [me, *me.children(recursive=True)]:
                 try:
                     memory = process.memory_info()
@@ -259,9 +267,9 @@ def compare(args: argparse.Namespace, workload: str, order: str) -> Runs:
     return found
 
 
-def rates(runs: list[dict[str, float]]) -> list[float]:
-    """Rows a second of each run."""
-    return [run["rows"] / run["seconds"] for run in runs]
+def rates(runs: list[dict[str, float]], since: str = "seconds") -> list[float]:
+    """Rows a second of each run, over what it calls ``seconds`` or ``with_start``."""
+    return [run["rows"] / run[since] for run in runs]
 
 
 def tell(workload: str, order: str, found: Runs) -> None:
@@ -283,8 +291,9 @@ def ratios(workload: str, order: str, found: Runs) -> Iterator[Line]:
     """How ours compares, round by round."""
     title = f"({workload}) by {order}: rate, ours to "
 
-    def to(ours: str, other: str) -> list[float]:
-        return [mine / theirs for mine, theirs in zip(rates(found[ours]), rates(found[other]), strict=True)]
+    def to(ours: str, other: str, since: str = "seconds") -> list[float]:
+        pairs = zip(rates(found[ours], since), rates(found[other], since), strict=True)
+        return [mine / theirs for mine, theirs in pairs]
 
     if "ours" in found:
         theirs = [name for name in found if name in LANCEDB]
@@ -292,6 +301,7 @@ def ratios(workload: str, order: str, found: Runs) -> Iterator[Line]:
             best = max(theirs, key=lambda name: statistics.median(rates(found[name])))
             target = TIMES_LANCEDB[workload][order != "row"]
             yield Line(what=title + best, unit="", values=to("ours", best), at_least=target)
+            yield Line(what=f"{title}{best}, with start", unit="", values=to("ours", best, "with_start"))
             if "bare" in found:  # so much there is to gain with one reader
                 what = f"({workload}) by {order}: rate, a bare reader to {best}"
                 yield Line(what=what, unit="", values=to("bare", best))
@@ -301,6 +311,7 @@ def ratios(workload: str, order: str, found: Runs) -> Iterator[Line]:
             if name in PEERS or name in RAY_DATA:
                 same = order == "row" and name != "ray data" and not name.startswith("litdata")  # as well shuffled
                 yield Line(what=title + name, unit="", values=to("ours", name), at_least=1.0 if same else None)
+                yield Line(what=f"{title}{name}, with start", unit="", values=to("ours", name, "with_start"))
             elif name == "bare":
                 yield Line(what=title + "a bare reader", unit="", values=to("ours", name))
     if all(name in found for name in PINNED):

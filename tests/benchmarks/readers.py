@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,13 +64,8 @@ def ours(stream_args: dict[str, Any], ready: Callable[[], None], *, warm_up: boo
 def lancedb_streaming(
     directory: str, name: str, clump: int | None, transform: Transform, workers: int, read_size: int
 ) -> Batches:
-    """LanceDB's own classes, whose transforms return a list of rows."""
+    """LanceDB's own classes, whose transforms return a list of rows: without one, each number is a Python object."""
     from lancedb.streaming import StreamingDataLoader, StreamingDataset
-
-    def by_row(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-        assert transform is not None
-        columns = transform(batch)
-        return [{"x": x, "label": label} for x, label in zip(columns["x"], columns["label"].to_pylist(), strict=True)]
 
     dataset = StreamingDataset(
         lancedb.connect(directory).open_table(name),
@@ -77,10 +73,22 @@ def lancedb_streaming(
         shuffle_seed=SEED,
         shuffle_clump_size=clump,
         read_batch_size=read_size,
-        transform=None if transform is None else by_row,
+        transform=functools.partial(_rows_of, transform),
     )
-    for batch in StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
+    how: Any = {"multiprocessing_context": "spawn"} if workers else {}  # Lance does not survive a fork
+    for batch in StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, **how):
         yield len(batch["label"]), batch
+
+
+def _rows_of(transform: Transform, batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    if transform is not None:
+        x = transform(batch)["x"]
+    elif pa.types.is_fixed_size_list(batch["x"].type):
+        column: Any = batch["x"]
+        x = column.flatten().to_numpy().reshape(batch.num_rows, -1)
+    else:
+        x = batch["x"].to_pylist()
+    return [{"x": one, "label": label} for one, label in zip(x, batch["label"].to_pylist(), strict=True)]
 
 
 def ray_data(directory: str, name: str, transform: Transform, *, shuffled: bool) -> Batches:
@@ -91,7 +99,9 @@ def ray_data(directory: str, name: str, transform: Transform, *, shuffled: bool)
     dataset = dataset.random_shuffle(seed=SEED) if shuffled else dataset
     if transform is not None:
         decoding = transform
-        dataset = dataset.map_batches(lambda table: decoding(table.to_batches()[0]), batch_format="pyarrow")
+        dataset = dataset.map_batches(
+            lambda table: decoding(table.combine_chunks().to_batches()[0]), batch_format="pyarrow"
+        )
     for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy"):
         yield len(batch["label"]), batch
 
