@@ -121,6 +121,7 @@ class Dispatcher:
                 arrived += self._wait(wanted, flights)
             finally:
                 self.waits_for = None
+                wanted.wanted = wanted.block is not None  # whoever asks for it next may do so much later
         return arrived
 
     def _wait(self, wanted: Flight, flights: Iterable[Flight]) -> list[Flight]:
@@ -167,7 +168,10 @@ class Dispatcher:
         return arrived
 
     def _take_in(self, flight: Flight, now: float) -> bool:
-        error = flight.future.exception()
+        try:
+            error = flight.future.exception()
+        except CancelledError:
+            return False  # withdrawn on another thread in this very moment
         if error is None:
             flight.block = flight.future.result()
             flight.num_bytes = flight.block.nbytes

@@ -124,11 +124,11 @@ class GroupAgreement:
         last, self._last_key = self._last_key, key
         if last is not None and last != key:
             store.delete_key(f"{last}/{self._rank}")
-            if self._rank == 0:
+            if self._rank == self._ranks[0]:
                 store.delete_key(f"{last}/read")
 
     def _leave(self, store: Any, key: str, stop: threading.Event) -> None:
-        if self._rank != 0:
+        if self._rank != self._ranks[0]:
             store.add(f"{key}/read", 1)
             return
         deadline, pause_s = time.monotonic() + _LINGER_S, _FIRST_PAUSE_S

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from ray_lance_stream.cluster.cuts import rows_of
 from ray_lance_stream.cluster.examiner import Examiner, Findings
@@ -57,7 +57,7 @@ class Host:
         self.built.append(rows_of(ranges))
         try:
             self.fate(places(ranges))
-        except ActorDiedError:
+        except (ActorDiedError, OutOfMemoryError):
             self.living.clear()  # there is one at a time
             raise
 
@@ -85,10 +85,12 @@ def examine(monkeypatch: pytest.MonkeyPatch, host: Host, *blocks: Ranges) -> lis
     return asyncio.run(run())
 
 
-def dies_of(condition: Callable[[Places], bool]) -> Callable[[Places], None]:
+def dies_of(
+    condition: Callable[[Places], bool], error: Callable[[], Exception] = ActorDiedError
+) -> Callable[[Places], None]:
     def fate(rows: Places) -> None:
         if condition(rows):
-            raise ActorDiedError()
+            raise error()
 
     return fate
 
@@ -100,6 +102,20 @@ def test_the_row_is_named_after_few_deaths(monkeypatch: pytest.MonkeyPatch, vict
     assert isinstance(error, BlockError)
     assert f"row {1000 + victim[1]} of the table (split {victim[0]}, position {victim[1]}, epoch 2)" in str(error)
     assert host.started <= 9  # 10 cycles: 5 deaths at most; 3 splits: 2; one more trial; one to ask for the number
+
+
+def test_a_row_for_which_memory_is_too_small_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's memory monitor ends a process that is not restarted with an error of its own."""
+
+    killed: Any = OutOfMemoryError  # untyped
+
+    def fate() -> Callable[[Places], None]:
+        return dies_of(lambda rows: (5, 14) in rows, lambda: killed("due to memory pressure"))
+
+    (error,) = examine(monkeypatch, Host(fate()), BLOCK)
+    assert isinstance(error, DeadlyRowError) and "split 5, position 14" in str(error)
+    (found,) = examine(monkeypatch, Host(fate(), ErrorPolicy("skip")), BLOCK)
+    assert [(row.split, row.position) for row in found.deadly] == [(5, 14)]
 
 
 def test_sound_blocks_are_left_whole_and_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

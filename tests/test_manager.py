@@ -18,7 +18,7 @@ from runs import wait_until
 from ray_lance_stream import LanceStream, LockstepError, PrefetchConfig
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.session import RayLink, Session, start_session
-from ray_lance_stream.cluster.told import Standing
+from ray_lance_stream.cluster.told import STANDINGS_OF_INTEREST, Standing
 from ray_lance_stream.counts import SplitCounts
 from ray_lance_stream.position import Position
 from ray_lance_stream.state import StreamState, merge_states
@@ -92,6 +92,14 @@ def test_steps_faster_than_calls_are_told_in_groups_and_none_is_missing(
     links[1].close()  # says at once what it was told
     at = ray.get(session.manager.where.remote()).ranks
     assert at == {0: (0, steps), 1: (0, steps + 1), 2: (0, steps)}
+
+
+def test_replicas_that_go_back_together_agree_on_a_place_long_past(links: list[RayLink]) -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(RANKS) as pool:
+        for cycle in (*range(2 * STANDINGS_OF_INTEREST), 3, 4):
+            asked = [pool.submit(links[r].agree, seat(r), 0, cycle, 100 + cycle - r, stop) for r in range(RANKS)]
+            assert [answer.result(60) for answer in asked] == [100 + cycle - (RANKS - 1)] * RANKS
 
 
 @pytest.mark.parametrize("answered", [[0], [0, 2]])

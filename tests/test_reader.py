@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -389,6 +390,49 @@ def test_what_was_given_up_while_nobody_waited_for_it_is_tried_when_somebody_doe
         reader.read(range(CYCLES * 4))
     assert [ranges.start for ranges in source.asked[before:]] == [0, 5, 10]
     assert places(reader.read(range(CYCLES * 4))) == [(c, s) for c in range(CYCLES) for s in range(4)]
+
+
+def test_what_failed_in_a_wait_that_was_interrupted_is_tried_anew_by_the_next() -> None:
+    class Storage(Source):
+        def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
+            del error, elapsed_s
+            return 0.02 if attempt < 3 else None
+
+    source = Storage()
+    source.held_back = True
+    source.failures = {0: [OSError(str(attempt)) for attempt in range(3)]}
+    reader = make_reader(source)
+    thread, out = in_thread(lambda: reader.read(range(4)))
+    for attempt in range(3):
+        while len(source.asked) <= attempt:
+            time.sleep(0.01)
+        if attempt == 2:  # fails for the last time when nobody waits any more
+            reader.interrupted.set()
+            thread.join(5)
+            assert isinstance(out[0], StreamClosedError)
+        source.answer(attempt)
+    source.held_back = False
+    reader.interrupted.clear()
+    assert places(reader.read(range(4))) == [(0, s) for s in range(4)]
+    assert [ranges.start for ranges in source.asked[:4]] == [0] * 4
+
+
+def test_a_block_that_is_withdrawn_while_it_is_looked_at_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    source.held_back = True
+    reader = make_reader(source)
+    looks = iter([True])
+
+    class Withdrawn(Future[Any]):
+        def done(self) -> bool:
+            if next(looks, False):  # another thread gives it up just before it is looked at
+                self.cancel()
+                source.held_back = False
+            return super().done()
+
+    monkeypatch.setattr(sys.modules[__name__], "Future", Withdrawn)
+    assert places(reader.read(range(4))) == [(0, s) for s in range(4)]
+    assert len(source.asked) >= 2
 
 
 def test_a_long_wait_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

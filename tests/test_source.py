@@ -511,6 +511,19 @@ def test_an_error_of_one_copy_waits_for_the_other_unless_it_is_final(cluster: Cl
         assert answer.exception() is error if final else answer.result() == "block"
 
 
+def test_a_copy_that_fails_is_replaced_while_the_first_one_hangs(cluster: Cluster) -> None:
+    source = cluster.source()
+    answer: Future[Any] = source.request(source.plan(spec()), RANGES)
+    cluster.now += 31
+    assert overtake(cluster, source) == [1, 1]
+    for number in range(3):  # the storage is in trouble, and the first prefetcher hangs
+        cluster.actors[1].refs[number].set_exception(in_task(OSError("x")))
+        cluster.now += 31
+        assert overtake(cluster, source) == [1, number + 2] and not answer.done()
+    cluster.actors[1].refs[3].set_result("block")
+    assert answer.result() == "block"
+
+
 # --- blocks that kill --------------------------------------------------------------------------------------
 
 

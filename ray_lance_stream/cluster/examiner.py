@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from ray_lance_stream.cluster.cuts import halves, rows_of
 from ray_lance_stream.errors import BlockError, DeadlyRowError, explain
@@ -119,12 +119,12 @@ class Examiner:
                 return False
         return True
 
-    async def _death_of(self, handle: PlanHandle, part: Ranges) -> RayActorError | None:
+    async def _death_of(self, handle: PlanHandle, part: Ranges) -> RayError | None:
         """Builds a part; returns what its process died of, None if it lives."""
         actor = await self._living()
         try:
             await actor.try_build.remote(handle, part)
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:  # the latter from Ray's memory monitor
             self._actor = None
             self._deaths += 1
             if self._deaths >= _MOST_DEATHS:
@@ -152,7 +152,7 @@ class Examiner:
             self._actor = actor
         return self._actor
 
-    async def _blamed(self, handle: PlanHandle, row: Ranges, death: RayActorError) -> DeadlyRowError:
+    async def _blamed(self, handle: PlanHandle, row: Ranges, death: RayError) -> DeadlyRowError:
         actor = await self._living()
         ((number, split, position),) = await actor.rows_of.remote(handle, row)
         return DeadlyRowError(

@@ -143,8 +143,9 @@ class StateManager(Notes):
 
     async def _note_said(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
         for place, servable in said.items():
-            self._servable.setdefault(place, {})[seat.replica.dp_rank] = servable
-        for old in sorted(self._servable)[:-STANDINGS_OF_INTEREST]:
+            # By when it was said, not by where: replicas may have gone back to an earlier place together.
+            self._servable[place] = self._servable.pop(place, {}) | {seat.replica.dp_rank: servable}
+        for old in list(self._servable)[:-STANDINGS_OF_INTEREST]:
             del self._servable[old]
         await self._tell_changed()
 

@@ -191,7 +191,9 @@ class Requests:
                 self._note_failure(request, call, process, error)
             final = error is None or isinstance(cause_of(error), LanceStreamError)
             if request.settled or (request.calls and not final):
-                return  # another copy was faster, or may still bring the block
+                # Another copy was faster, or may still bring the block; if it is late, one more is sent.
+                request.copied = False
+                return
             request.settled = True
             self._open.pop(request, None)
             if error is None:
