@@ -82,6 +82,7 @@ def test_steps_faster_than_calls_are_told_in_groups_and_none_is_missing(
     stream: LanceStream, session: Session, links: list[RayLink]
 ) -> None:
     steps = 24  # fewer than the manager remembers
+    ray.get(session.manager.pid.remote())  # what it is sent before it has started may come in another order
     for step in range(1, steps + 1):
         for rank in (1, 2):
             links[rank].announce(seat(rank), step, standing(stream, rank, step).state)
