@@ -130,7 +130,6 @@ class Dispatcher:
             if wanted.error is not None:
                 error, wanted.error = wanted.error, None
                 wanted.retry_at = time.monotonic()  # should it be wanted again
-                wanted.failed_at, wanted.attempt = None, 0
                 raise error
             if wanted.withdrawn:
                 self._send_again(wanted)

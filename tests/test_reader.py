@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from runs import wait_until
 
 from ray_lance_stream import flight as flight_module
 from ray_lance_stream.errors import BlockError, StreamClosedError, TransformError
@@ -123,6 +124,10 @@ def in_thread(read: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread, out
+
+
+def wait_until_asked(source: Source, times: int) -> None:
+    wait_until(lambda: len(source.asked) >= times, 5, f"{times} requests")
 
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -378,8 +383,7 @@ def test_what_was_given_up_while_nobody_waited_for_it_is_tried_when_somebody_doe
     source.held_back = True
     reader = make_reader(source, block_bytes=2000)
     thread, out = in_thread(lambda: reader.read(range(CYCLES * 4)))
-    while len(source.asked) < CYCLES // 5:
-        time.sleep(0.01)
+    wait_until_asked(source, CYCLES // 5)
     source.held_back = False
     for index in reversed(range(CYCLES // 5)):  # those behind are given up no later than the one that is waited for
         source.answer(index)
@@ -404,8 +408,7 @@ def test_what_failed_in_a_wait_that_was_interrupted_is_tried_anew_by_the_next() 
     reader = make_reader(source)
     thread, out = in_thread(lambda: reader.read(range(4)))
     for attempt in range(3):
-        while len(source.asked) <= attempt:
-            time.sleep(0.01)
+        wait_until_asked(source, attempt + 1)
         if attempt == 2:  # fails for the last time when nobody waits any more
             reader.interrupted.set()
             thread.join(5)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.notes import Notes
-from ray_lance_stream.cluster.told import STANDINGS_OF_INTEREST, Standing, Told
+from ray_lance_stream.cluster.told import STANDINGS_OF_INTEREST, Standing, Told, keep_latest
 from ray_lance_stream.errors import LanceStreamError, LockstepError, StaleIncarnationError
 from ray_lance_stream.state import StreamState, merge_states
 from ray_lance_stream.stats import RunProgress
@@ -144,9 +144,8 @@ class StateManager(Notes):
     async def _note_said(self, seat: Seat, said: dict[tuple[int, int], int]) -> None:
         for place, servable in said.items():
             # By when it was said, not by where: replicas may have gone back to an earlier place together.
-            self._servable[place] = self._servable.pop(place, {}) | {seat.replica.dp_rank: servable}
-        for old in list(self._servable)[:-STANDINGS_OF_INTEREST]:
-            del self._servable[old]
+            by_rank = self._servable.get(place, {}) | {seat.replica.dp_rank: servable}
+            keep_latest(self._servable, place, by_rank, STANDINGS_OF_INTEREST)
         await self._tell_changed()
 
     async def agree(self, seat: Seat, said: dict[tuple[int, int], int], at: tuple[int, int]) -> int:

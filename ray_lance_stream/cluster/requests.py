@@ -41,7 +41,6 @@ class Request:
     answer: Future[Any] = field(default_factory=Future)
     deadly: tuple[SkippedRow, ...] = ()  # rows of it that are known to kill who reads them
     calls: list[Call] = field(default_factory=list)
-    copied: bool = False
     settled: bool = False
 
     @property
@@ -144,14 +143,13 @@ class Requests:
         _withdraw(calls)
 
     def overtake(self) -> None:
-        """Sends what is late to an idle prefetcher as well; once for each request."""
+        """Sends what is late to an idle prefetcher as well; at most two have a request."""
         now = time.monotonic()
         copies: list[tuple[Request, Call]] = []
         with self._lock:
-            for request in [r for r in self._open if r.calls and not r.copied]:
+            for request in [r for r in self._open if len(r.calls) == 1]:
                 (call,) = request.calls
                 if self._pool.is_late(call, now) and (other := self._pool.idle(now, call.member)) is not None:
-                    request.copied = True
                     copies.append((request, self._new_call(request, other)))
             self.copies += len(copies)
         for request, call in copies:
@@ -191,9 +189,7 @@ class Requests:
                 self._note_failure(request, call, process, error)
             final = error is None or isinstance(cause_of(error), LanceStreamError)
             if request.settled or (request.calls and not final):
-                # Another copy was faster, or may still bring the block; if it is late, one more is sent.
-                request.copied = False
-                return
+                return  # another copy was faster, or may still bring the block; if it is late, one more is sent
             request.settled = True
             self._open.pop(request, None)
             if error is None:

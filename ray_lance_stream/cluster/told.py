@@ -70,20 +70,20 @@ class Memory:
         """Notes up to which cycle this replica can serve; returns it with what was said before."""
         with self._lock:
             self._sit(seat)
-            _keep(self._servable, place, servable, _SAID_KEPT)
+            keep_latest(self._servable, place, servable, _SAID_KEPT)
             return dict(self._servable)
 
     def report(self, seat: Seat, number: int, standing: Standing | None) -> None:
         """Notes a report of this worker."""
         with self._lock:
             self._sit(seat)
-            _keep(self._reports, number, standing, _REPORTS_KEPT)
+            keep_latest(self._reports, number, standing, _REPORTS_KEPT)
 
     def stand(self, seat: Seat, standing: Standing) -> None:
         """Notes where this worker stands, or will stand; called for every batch, before the loop gets it."""
         with self._lock:
             self._sit(seat)
-            _keep(self._standings, standing.at, standing, _STANDINGS_KEPT)
+            keep_latest(self._standings, standing.at, standing, _STANDINGS_KEPT)
 
     def _sit(self, seat: Seat) -> None:
         if seat is not self._seat and seat != self._seat:
@@ -91,7 +91,7 @@ class Memory:
         self._seat = seat
 
 
-def _keep(known: dict[K, V], key: K, value: V, most: int) -> None:
+def keep_latest(known: dict[K, V], key: K, value: V, most: int) -> None:
     """Puts a value at the end, in place of an older one of its key, and drops the first if there are too many."""
     known.pop(key, None)
     known[key] = value

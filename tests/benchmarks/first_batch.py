@@ -102,12 +102,13 @@ def bare_take_s(uri: str, name: str, seed: int) -> float:
     return took
 
 
-def measure(uri: str, name: str, begin: float = 0.0) -> tuple[float, float, float]:
+def measure(uri: str, name: str, width: int, begin: float = 0.0) -> tuple[float, float, float]:
     """Returns (seconds to construct the stream, seconds to the first batch, seconds of a bare take).
 
     Args:
         uri: The database.
         name: The table.
+        width: Values of each of its rows, 0 for one that is no list.
         begin: Which part of the epoch the stream's state says is done.
     """
     seed = int(time.perf_counter() * 1e6) % 2**32
@@ -125,7 +126,7 @@ def measure(uri: str, name: str, begin: float = 0.0) -> tuple[float, float, floa
         batches = iter(shard.iter_torch_batches())  # held: dropping it would end its thread on the clock
         batch = next(batches)
         done = time.perf_counter()
-        assert len(batch["x"]) == BATCH
+        assert batch["x"].shape == ((BATCH, width) if width else (BATCH,))
         del batches
     return constructed - began, done - began_reading, bare_take_s(uri, name, seed)
 
@@ -144,7 +145,8 @@ def main() -> None:
     found: dict[tuple[str, float], list[tuple[float, ...]]] = {case: [] for case in cases}
     for repeat in range(args.repeats + 1):
         for case in cases:
-            result = measure(args.directory, *case)
+            name, begin = case
+            result = measure(args.directory, name, tables[name][2], begin)
             if repeat:
                 found[case].append(result)
     ray.shutdown()

@@ -9,9 +9,8 @@ first batch: the process's resident memory, most and at the end of the sleep; wh
 prefetchers the bytes in the object store, and the resident memory that the prefetchers have of their own.
 
 Cases: ``plain``; ``skips``, where the first 20 % of the rows of one split fail, so that splits drift apart;
-``grows``, whose transform makes each row ten times as large; ``bursts``, where it does so from some row on. The last
-two have no bound to keep: nobody knows what blocks will weigh that are being built when rows grow, so that they show
-by how much these overshoot.
+``grows``, whose transform makes each row ten times as large; ``bursts``, where it does so from some row on: nobody
+knows what the blocks will weigh that are being built then, and they overshoot the budget once.
 """
 
 from __future__ import annotations
@@ -169,8 +168,7 @@ def measure(args: argparse.Namespace) -> None:
     title = f"{args.case}, {'from prefetchers' if args.pool else 'in process'}"
     names = ("resident memory of the process", "held by the reader", "object store", "prefetchers' own memory")
     for name, most, end in zip(names, sampler.most, asleep, strict=False):
-        free = name.startswith(("resident", "prefetchers")) or args.case in ("grows", "bursts")
-        bound = None if free else args.budget
+        bound = None if name.startswith(("resident", "prefetchers")) or args.case == "grows" else args.budget
         print(
             json.dumps(
                 dataclasses.asdict(Line(what=f"{title}: {name}, most", unit="MiB", values=[most / MIB], at_most=bound))
