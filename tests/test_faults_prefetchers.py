@@ -36,7 +36,7 @@ def blocks_of(shard: Any) -> list[int]:
     """Blocks that each prefetcher of the pool has built; (0,) stands for one that is not there yet."""
     pool = ray.get(shard.link.session.coordinator.pool.remote())
     found = [int(ray.get(prefetcher.stats.remote())["blocks"]) for prefetcher in pool]
-    return found if len(found) == 2 else [0]
+    return found if len(found) == shard.link.session.prefetch.min_actors else [0]
 
 
 def read_on(shard: Any, seen: list[list[int]]) -> None:
@@ -45,33 +45,38 @@ def read_on(shard: Any, seen: list[list[int]]) -> None:
         seen.append(batch["id"].tolist())
 
 
-def test_a_prefetcher_that_hangs_is_overtaken(tables: Tables, rng: Random) -> None:
-    stream = tables.stream(ROWS, prefetch=SMALL_BLOCKS)
+@pytest.mark.parametrize("hanging", [1, 2])
+def test_prefetchers_that_hang_are_overtaken_by_the_one_that_does_not(
+    tables: Tables, rng: Random, hanging: int
+) -> None:
+    stream = tables.stream(ROWS, prefetch=dataclasses.replace(SMALL_BLOCKS, num_actors=hanging + 1))
     seen: list[list[int]] = []
     fault_at = rng.randrange(2, 25)
     with opened(stream) as shard:
         while not all(blocks_of(shard)):  # the second one is a little late
             read_on(shard, seen)
         epochs = shard.epoch
-        stopped, _ = pids = prefetchers(shard)
+        *stopped, _ = pids = prefetchers(shard)
         try:
             for batch in shard.iter_batches(prefetch_batches=0):
                 seen.append(batch["id"].tolist())
                 if shard.step == fault_at:
-                    os.kill(stopped, signal.SIGSTOP)
+                    for pid in stopped:
+                        os.kill(pid, signal.SIGSTOP)
             assert shard._source.copies > 0  # else nothing was asked of it, and this test says nothing
             # A new worker group begins while it hangs, too.
             session, handle = shard.link.session, shard._handle
             new = RaySource(session.coordinator, session.begin(), retry_window_s=30)
             block = new.request(new.plan(handle.spec), Ranges(first_split=0, num_splits=4, start=0, stop=2))
             assert block.result(60).rows["id"].to_pylist() == seen[epochs * STEPS]
-            # And other plans are opened, though one of the two has its turn with each.
-            for seed in (101, 102):
+            # And other plans are opened, though each of them has its turn.
+            for seed in range(101, 103 + hanging):
                 order = dataclasses.replace(handle.spec.order, shuffle_seed=seed)
                 assert new.plan(dataclasses.replace(handle.spec, order=order)).num_rows == ROWS
             new.close()
         finally:
-            os.kill(stopped, signal.SIGCONT)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
         wait_until(lambda: sorted(prefetchers(shard)) == sorted(pids), 30, "it answers again")
     assert seen == list(reference(stream, epochs + 1).values())
 

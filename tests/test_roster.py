@@ -297,19 +297,45 @@ def test_after_a_restart_it_begins_with_as_many_as_consumers_knew(monkeypatch: p
     play(monkeypatch, ELASTIC, story)
 
 
-def test_one_that_cannot_start_is_not_started_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_start_is_replaced_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         await world.place("a")
         await world.pass_time(3, one=STARVED)
         broken = world.actors[-1]
         broken.error = RuntimeEnvSetupError("no such package")
         broken.placed.set()
-        await world.pass_time(50, one=STARVED)
+        await world.pass_time(30, one=STARVED)
         assert len(world.actors) == 2 and len(world.roster.broken) == 1
         assert [a.index for a in world.views["one"].members] == [0]
+        await world.pass_time(20, one=STARVED)
+        assert len(world.actors) == 3 and not world.roster.broken
+        assert world.killed == [broken] and world.actors[-1].index == broken.index
+        world.actors[-1].error = RuntimeEnvSetupError("no such package")
+        world.actors[-1].placed.set()
         await world.pass_time(12, one=FULL)
-        assert world.killed == [broken] and not world.roster.broken
+        assert world.killed == world.actors[1:] and not world.roster.broken
 
+    play(monkeypatch, ELASTIC, story)
+
+
+def test_one_that_worked_and_cannot_start_again_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(world: World) -> None:
+        await world.place("a")
+        await world.pass_time(3, one=STARVED)
+        await world.place("b")
+        await world.pass_time(3, one=STARVED)
+        assert {a.index for a in world.views["one"].members} == {0, 1}
+        world.actors[0].error = RuntimeEnvSetupError("the package is gone")
+        await asyncio.sleep(2 * roster_module._PROBE_EVERY_S)
+        await world.pass_time(2, one=STARVED)
+        assert [a.index for a in world.views["one"].members] == [1]
+        await world.pass_time(31, one=STARVED)
+        assert world.killed == world.actors[:1]
+        await world.place(*"cdefgh")
+        await world.pass_time(2, one=STARVED)
+        assert {a.index for a in world.views["one"].members} >= {0, 1}
+
+    monkeypatch.setattr(roster_module, "_PROBE_EVERY_S", 0.01)
     play(monkeypatch, ELASTIC, story)
 
 

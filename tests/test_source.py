@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from ray.exceptions import (
 )
 
 from ray_lance_stream.block import BlockRecipe
+from ray_lance_stream.cluster import coordination as coordination_module
 from ray_lance_stream.cluster import meter as meter_module
 from ray_lance_stream.cluster import reports as reports_module
 from ray_lance_stream.cluster import requests as requests_module
@@ -34,7 +35,14 @@ from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.prefetcher import Prefetcher
 from ray_lance_stream.cluster.reports import PoolView
 from ray_lance_stream.cluster.source import RaySource
-from ray_lance_stream.errors import BlockError, StaleIncarnationError, StreamClosedError, TransformError
+from ray_lance_stream.errors import (
+    BlockError,
+    PlacementError,
+    StaleIncarnationError,
+    StreamClosedError,
+    TableVersionError,
+    TransformError,
+)
 from ray_lance_stream.location import TableRef
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -128,7 +136,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         monkeypatch.setattr(f"ray.{name}", getattr(cluster, name))
     for module in (source_module, requests_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
-    monkeypatch.setattr(source_module, "_POLL_S", 0.05)
+    monkeypatch.setattr(coordination_module, "_POLL_S", 0.05)
     yield cluster
 
 
@@ -493,6 +501,17 @@ def test_requests_at_the_front_of_one_that_died_are_not_late(cluster: Cluster) -
     assert overtake(cluster, source) == [6]
 
 
+def test_as_many_are_asked_as_hang_each_after_twice_the_time(cluster: Cluster) -> None:
+    cluster.actors += [Actor("2"), Actor("3")]
+    source = cluster.source()
+    answer: Future[Any] = source.request(source.plan(spec()), RANGES)
+    for passed_s, calls in ((29, 1), (2, 2), (28, 2), (31, 2), (2, 3), (118, 3), (3, 4), (1000, 4)):
+        cluster.now += passed_s  # the usual is not known, so that 30 s are late
+        assert sum(overtake(cluster, source)) == calls and max(asked(cluster)) == 1, passed_s
+    cluster.actors[2].refs[0].set_result("block")
+    assert answer.result() == "block" and source.copies == 3
+
+
 def test_an_error_of_one_copy_waits_for_the_other_unless_it_is_final(cluster: Cluster) -> None:
     for error, final in (
         (ActorDiedError(), False),
@@ -687,6 +706,76 @@ def test_close_ends_a_wait_for_the_coordinator(cluster: Cluster) -> None:
     assert not thread.is_alive() and isinstance(out[0], StreamClosedError)
 
 
+def test_a_request_that_is_lost_does_not_wait_for_the_coordinator(cluster: Cluster) -> None:
+    """Whoever reads may have other blocks, and may want to end."""
+    source = cluster.source()
+    handle = source.plan(spec(0, "id > 3"))
+    cluster.pool.calls.clear()
+    cluster.ensure.calls.clear()
+    answers = [Ref(), Ref()]
+    cluster.pool.answer, cluster.ensure.answer = lambda: answers[0], lambda *_: answers[1]
+    for _ in range(2):  # asked once until it has answered
+        fail(cluster, source, handle, in_task(lost()))
+        fail(cluster, source, handle, ActorDiedError())
+    assert (len(cluster.pool.calls), len(cluster.ensure.calls)) == (1, 1)
+    new = Actor("new")
+    answers[0].set_result([new])
+    answers[1].set_result(cluster.plan(spec(0, "id > 3"), ["rows 1"]))
+    source.request(handle, RANGES)
+    assert new.build.calls[0][0].matching_rows == "rows 2"
+    answers[0] = Ref()
+    new.refs[0].set_exception(ActorDiedError())
+    assert source.retry_delay_s(ActorDiedError(), 1, 0.0) is not None
+    assert len(cluster.pool.calls) == 2
+
+
+def test_prefetchers_that_cannot_be_placed_are_waited_for_within_the_window(cluster: Cluster) -> None:
+    source = cluster.source()
+    unplaced = PlacementError("no prefetcher could be placed")
+
+    def none() -> Any:
+        raise in_task(unplaced)
+
+    cluster.pool.answer = none
+    for attempt in range(1, 9):
+        assert source.retry_delay_s(ActorDiedError(), attempt, 59.0) is not None
+    with pytest.raises(PlacementError, match="could be placed"):
+        source.retry_delay_s(ActorDiedError(), 9, 61.0)
+    cluster.pool.answer = lambda: list(cluster.actors)
+    assert source.retry_delay_s(ActorDiedError(), 9, 59.0) is not None
+    assert source.retry_delay_s(ActorDiedError(), 9, 61.0) is None  # they are there: it is not for want of them
+
+
+def test_rows_that_cannot_be_listed_again_are_an_error(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec(0, "id > 3"))
+
+    def gone(*_: Any) -> Any:
+        raise in_task(TableVersionError("the version is gone"))
+
+    cluster.ensure.answer = gone
+    source.request(handle, RANGES)
+    next(ref for actor in cluster.actors for ref in actor.refs).set_exception(in_task(lost()))
+    with pytest.raises(TableVersionError, match="version is gone"):
+        source.retry_delay_s(in_task(lost()), 1, 0.0)
+    assert source.retry_delay_s(ActorDiedError(), 1, 0.0) is not None  # raised once
+
+
+def test_a_long_wait_for_the_coordinator_is_told_of(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, answer, now = cluster.source(), Ref(), iter(range(0, 1000, 4))
+    monkeypatch.setattr(coordination_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    cluster.ensure.answer = lambda *_: answer
+    with ThreadPoolExecutor(1) as pool:
+        planned = pool.submit(source.plan, spec(7))
+        while not caplog.records:
+            assert not planned.done()
+        answer.set_result(cluster.plan(spec(7)))
+        assert planned.result(5).spec == spec(7)
+    assert "has not answered for 8 s: the plan of epoch 7" in caplog.text
+
+
 def test_a_coordinator_that_has_ended_is_a_closed_stream(cluster: Cluster) -> None:
     source = cluster.source()
 
@@ -716,7 +805,7 @@ def prefetcher(tables: Tables) -> tuple[Any, PlanSpec]:
     table = ref.open()
     parcel: Any = Unpacked()
     plan = PlanSpec(table=table.identity, order=OrderSpec(num_splits=4), epoch=0)
-    return Prefetcher(parcel, table.version, "p"), plan
+    return Prefetcher(parcel, None, "p"), plan
 
 
 def test_a_request_of_a_newer_incarnation_raises_the_fence(tables: Tables) -> None:

@@ -14,13 +14,14 @@ from ray.exceptions import RayActorError, RayError
 
 from ray_lance_stream.cluster.answers import cause_of
 from ray_lance_stream.cluster.examiner import Examiner, Findings
+from ray_lance_stream.cluster.hand import Hand
 from ray_lance_stream.cluster.leases import Leases
 from ray_lance_stream.cluster.metrics import PoolMetrics
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.placement import actor_options, describe_nodes, describe_request, extra_options
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS, Prefetcher
 from ray_lance_stream.cluster.reports import PoolView, Report
-from ray_lance_stream.cluster.roster import Hand, Roster
+from ray_lance_stream.cluster.roster import Roster
 from ray_lance_stream.config import PrefetchConfig
 from ray_lance_stream.errors import LanceStreamError, PlacementError, explain
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
@@ -64,7 +65,7 @@ class Coordinator:
 
         def extra() -> Any:
             options = extra_options(config, cluster_nodes()) | {"max_restarts": 0}
-            return actor.options(**options).remote(recipe, version, f"{session_id}/examiner")
+            return actor.options(**options).remote(recipe, None, f"{session_id}/examiner")
 
         self._examiner = Examiner(extra, config.placement_timeout_s)
 
@@ -198,29 +199,35 @@ class Coordinator:
         return (await self._examiner.examine(handle, ranges)).deadly
 
     async def _open_somewhere(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:
-        """Asks a prefetcher, and one more if that takes long; the first answer counts."""
-        asked = {await self._open_at_next(spec, deadly)}
+        """Asks a prefetcher, and others, one by one, the longer that takes; the first answer counts."""
+        loop, patience_s = asyncio.get_running_loop(), _PLAN_PATIENCE_S
+        asked: dict[asyncio.Task[PlanHandle], Hand] = {}
+        hand: Hand | None = await self._next_hand()
         try:
-            done, _ = await asyncio.wait(asked, timeout=_PLAN_PATIENCE_S)
-            if not done and len(self._roster.ready) > 1:
-                asked.add(await self._open_at_next(spec, deadly))
-            done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
+            while True:
+                if hand is not None:
+                    asked[loop.create_task(_open_at(hand, spec, deadly))] = hand
+                done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    return done.pop().result()
+                patience_s *= 2
+                hand = self._turn_of([ready for ready in self._roster.ready if ready not in asked.values()])
         finally:
             for task in asked:
                 task.cancel()
 
-    async def _open_at_next(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> asyncio.Task[PlanHandle]:
-        hand = await self._next_hand()
-        return asyncio.get_running_loop().create_task(_open_at(hand, spec, deadly))
-
     async def _next_hand(self) -> Hand:
         """The prefetcher whose turn it is; waits for the first one."""
         await self._await_first()
-        ready = self._roster.ready
-        hand = ready[self._turn % len(ready)]
-        self._turn += 1
+        hand = self._turn_of(self._roster.ready)
+        assert hand is not None
         return hand
+
+    def _turn_of(self, hands: list[Hand]) -> Hand | None:
+        """One after the other of those that answer; of all, if none does."""
+        hands = [hand for hand in hands if hand.answers] or hands
+        self._turn += 1
+        return hands[self._turn % len(hands)] if hands else None
 
     async def _await_first(self) -> None:
         self._roster.tend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -121,12 +122,12 @@ class Pool:
             self._members, key=lambda m: (m.suspect_until > now, len(m.calls), not m.near, self._random.random())
         )
 
-    def idle(self, now: float, besides: Member) -> Member | None:
+    def idle(self, now: float, besides: Sequence[Member]) -> Member | None:
         """Returns another member that could begin a block at once, None without one.
 
         A copy sent to a busy one would only take its turn behind what is waited for as well.
         """
-        free = [m for m in self._members if m is not besides and len(m.calls) < _AT_ONCE and m.suspect_until <= now]
+        free = [m for m in self._members if m not in besides and len(m.calls) < _AT_ONCE and m.suspect_until <= now]
         return min(free, key=lambda m: (len(m.calls), self._random.random()), default=None)
 
     def add(self, call: Call, now: float) -> None:
@@ -151,13 +152,19 @@ class Pool:
         if not lost:
             self._mark_begun(call.member, now)
 
-    def is_late(self, call: Call, now: float) -> bool:
-        """Whether a call has waited much longer than is usual, or stands behind calls that all have."""
+    def is_late(self, call: Call, now: float, times: float = 1.0) -> bool:
+        """Whether a call has waited much longer than is usual, or stands behind calls that all have.
+
+        Args:
+            call: The call.
+            now: The time.
+            times: How many times as long it must have waited.
+        """
         if call.begun_at is not None:
-            return now - call.begun_at > self._patience_s(call.rows)
+            return now - call.begun_at > times * self._patience_s(call.rows)
         ahead = call.member.calls[:_AT_ONCE]
         # One at the front that has not begun is about to be lost with its process, as those before it were.
-        return call not in ahead and all(self.is_late(other, now) for other in ahead)
+        return call not in ahead and all(self.is_late(other, now, times) for other in ahead)
 
     def _patience_s(self, rows: int) -> float:
         if not self._recent:

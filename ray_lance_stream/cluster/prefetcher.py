@@ -15,7 +15,7 @@ from ray_lance_stream.cluster.meter import BusyTime
 from ray_lance_stream.cluster.metrics import PrefetcherMetrics
 from ray_lance_stream.cluster.parcel import Parcel
 from ray_lance_stream.cluster.sightings import Workload
-from ray_lance_stream.errors import LanceStreamError, StaleIncarnationError, TransformError, explain
+from ray_lance_stream.errors import StaleIncarnationError, TransformError, explain
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -27,19 +27,26 @@ CONCURRENCY_GROUPS = {"build": 2, "control": 1}
 
 
 class Prefetcher:
-    """Holds nothing that matters: it may die at any moment and be replaced by another one."""
+    """Holds nothing that matters: it may die at any moment and be replaced by another one.
+
+    Args:
+        recipe: A ``block.BlockRecipe``.
+        version: Of the table, to be opened before the first request comes; None to open none.
+        name: The prefix of its lines in Ray's logs.
+    """
 
     _name = "starting"  # Ray asks for the repr even when the constructor has failed
 
-    def __init__(self, recipe: Parcel, version: int, name: str) -> None:
+    def __init__(self, recipe: Parcel, version: int | None, name: str) -> None:
         from ray_lance_stream.block import BlockBuilder  # here: the coordinator, too, imports this module
 
         self._name = name
         self._builder = BlockBuilder(recipe.unpack())
-        # Ready means ready: Lance is loaded and the table open. What fails here fails again, and is then
-        # raised, when a plan is opened.
-        with contextlib.suppress(LanceStreamError, OSError):
-            self._builder.warm_up(version)
+        # Ready means ready: Lance is loaded and the table open. What fails here fails again, and is then raised, when
+        # a plan is opened or a block built; and what kills here, kills once.
+        if version is not None and not ray.get_runtime_context().was_current_actor_reconstructed:
+            with contextlib.suppress(Exception), _no_panic("warming up"):
+                self._builder.warm_up(version)
         self._lock = threading.Lock()
         self._incarnation = 0
         self._busy = BusyTime()

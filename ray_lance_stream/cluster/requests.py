@@ -1,4 +1,4 @@
-"""Requests on their way: sent to a prefetcher, to a second one if the first is late, and settled."""
+"""Requests on their way: sent to a prefetcher, to others if it is late, and settled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Jobs = queue.SimpleQueue[Callable[[], None]]
 
 @dataclass(eq=False)
 class Request:
-    """A block that is wanted, and the calls for it that are open: one, or two if the first is late."""
+    """A block that is wanted, and the calls for it that are open: one, or more if that is late."""
 
     handle: PlanHandle
     ranges: Ranges
@@ -52,7 +52,7 @@ class Request:
 class Requests:
     """The open requests of one consumer, and what their failures tell. Safe to use from several threads.
 
-    A request that waits much longer than is usual is sent to a second prefetcher; the first answer counts.
+    A request that waits much longer than is usual is sent to another prefetcher as well; the first answer counts.
     """
 
     def __init__(self, incarnation: int) -> None:
@@ -68,7 +68,7 @@ class Requests:
         self._jobs: Jobs = queue.SimpleQueue()
         self._tended = False
         self._warned_at = float("-inf")
-        self.copies = 0  # requests that were sent a second time because they were late
+        self.copies = 0  # requests that were sent once more because they were late
 
     def take_pool(self, actors: list[Any], near: frozenset[str] = frozenset()) -> None:
         """Takes over who is in the pool now, and who of them is preferred among equals."""
@@ -143,14 +143,20 @@ class Requests:
         _withdraw(calls)
 
     def overtake(self) -> None:
-        """Sends what is late to an idle prefetcher as well; at most two have a request."""
+        """Sends what is late to an idle prefetcher as well.
+
+        Each further one takes twice the patience, of all that have the request: several may hang at once, and where
+        only the storage is slow, few copies make it slower still.
+        """
         now = time.monotonic()
         copies: list[tuple[Request, Call]] = []
         with self._lock:
-            for request in [r for r in self._open if len(r.calls) == 1]:
-                (call,) = request.calls
-                if self._pool.is_late(call, now) and (other := self._pool.idle(now, call.member)) is not None:
-                    copies.append((request, self._new_call(request, other)))
+            for request in [r for r in self._open if r.calls]:
+                times = 2 ** (len(request.calls) - 1)
+                if all(self._pool.is_late(call, now, times) for call in request.calls):
+                    other = self._pool.idle(now, [call.member for call in request.calls])
+                    if other is not None:
+                        copies.append((request, self._new_call(request, other)))
             self.copies += len(copies)
         for request, call in copies:
             self.warn("a prefetcher is late with a block of %d rows: asking another one as well", call.rows)

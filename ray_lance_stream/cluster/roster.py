@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Final
 
 import ray
 from ray.exceptions import RayError, RuntimeEnvSetupError
 
+from ray_lance_stream.cluster.hand import Hand
 from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS
 from ray_lance_stream.cluster.reports import REPORT_EVERY_S, PoolView, Report
 from ray_lance_stream.cluster.sightings import Sightings
 from ray_lance_stream.cluster.sizing import Sizing
 from ray_lance_stream.config import PrefetchConfig
-from ray_lance_stream.stats import PoolSize, PrefetcherState, StreamStats
+from ray_lance_stream.stats import PoolSize, StreamStats
 from ray_lance_stream.verdict import stream_verdict
 
 logger = logging.getLogger("ray_lance_stream")
@@ -32,52 +31,7 @@ _SILENT_S: Final = 10 * REPORT_EVERY_S  # a consumer that has not reported for s
 # A consumer that has just asked who is in the pool reports by then for the first time.
 _GRACE_S: Final = 3 * REPORT_EVERY_S
 _HISTORY: Final = 256
-
-
-@dataclass(eq=False)
-class Hand:
-    """A prefetcher.
-
-    Attributes:
-        actor: Its handle.
-        index: The lowest number that was free when it was started; names it, and spreads placement.
-        id: Names it in reports.
-        node: Id of the node it runs on, once it has answered.
-        answers: Whether it answered when it was asked last.
-        broken: Why it cannot be started; Ray does not try again.
-        retired_at: Since when it is let go; None while it is wanted.
-        opening: Plans that the coordinator has it open.
-    """
-
-    actor: Any
-    index: int
-    id: str
-    node: str | None = None
-    answers: bool = False
-    broken: Exception | None = None
-    retired_at: float | None = None
-    opening: int = 0
-    watch: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    @property
-    def state(self) -> PrefetcherState:
-        """What is known of it without its own word."""
-        if self.broken is not None:
-            return "cannot start"
-        if self.retired_at is not None:
-            return "leaving"
-        if self.node is None:
-            return "starting"
-        return "idle" if self.answers else "not answering"
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[Any]:
-        """Keeps it from being let go while the coordinator waits for it; gives the handle."""
-        self.opening += 1
-        try:
-            yield self.actor
-        finally:
-            self.opening -= 1
+_REPLACE_AFTER_S: Final = 30.0  # one that cannot start, with another one: its node may be to blame, or have been full
 
 
 class Roster:
@@ -113,7 +67,7 @@ class Roster:
     @property
     def ready(self) -> list[Hand]:
         """Those that consumers may ask: they have started, though one may be gone and on its way back."""
-        return [hand for hand in self._wanted if hand.node is not None]
+        return [hand for hand in self._wanted if hand.node is not None and hand.broken is None]
 
     @property
     def started(self) -> list[Any]:
@@ -230,11 +184,19 @@ class Roster:
         size = self._sizing.observe(now, loads, running=running, pending=len(self._wanted) - running)
         size = max(size, min(self._config.max_actors, self._known_before))
         self._known_before = 0
+        self._replace_broken(now)
         if size != len(self._wanted):
             logger.info("the pool goes from %d to %d prefetchers; %d work", len(self._wanted), size, running)
             self._resize(size)
         self._let_go(now)
         self._note()
+
+    def _replace_broken(self, now: float) -> None:
+        for hand in list(self._wanted):
+            if hand.broken is not None and now - hand.broken_at > _REPLACE_AFTER_S:
+                logger.info("prefetcher %d could not start: starting another one", hand.index)
+                self._end(hand)
+                self._add(hand.index)
 
     def _resize(self, size: int) -> None:
         now = time.monotonic()
@@ -248,9 +210,11 @@ class Roster:
             if leaving:
                 leaving.pop().retired_at = None
                 continue
-            index = next(i for i in range(len(self._hands) + 1) if all(hand.index != i for hand in self._hands))
-            actor = self._start(index)
-            self._hands.append(Hand(actor, index, self._id_of(actor)))
+            self._add(next(i for i in range(len(self._hands) + 1) if all(hand.index != i for hand in self._hands)))
+
+    def _add(self, index: int) -> None:
+        actor = self._start(index)
+        self._hands.append(Hand(actor, index, self._id_of(actor)))
 
     def _least_useful(self) -> Hand:
         """Returns whom to retire: one that does not work, or else one of the node with the fewest.
@@ -300,6 +264,6 @@ class Roster:
                 hand.answers = False
                 # Ray does not start an actor again whose constructor or environment failed.
                 if isinstance(error, RuntimeEnvSetupError) or getattr(error, "actor_init_failed", False):
-                    hand.broken = error
+                    hand.broken, hand.broken_at = error, time.monotonic()
                     logger.warning("prefetcher %d cannot start: %s", hand.index, error)
                 await asyncio.sleep(_RETRY_PAUSE_S)

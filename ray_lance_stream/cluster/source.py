@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import ray
 from ray.exceptions import (
-    ActorDiedError,
     ObjectStoreFullError,
     OutOfDiskError,
     RayError,
@@ -20,14 +19,15 @@ from ray.exceptions import (
     TaskCancelledError,
 )
 
-from ray_lance_stream.cluster.answers import answer_of, cause_of
+from ray_lance_stream.cluster.answers import cause_of
+from ray_lance_stream.cluster.coordination import Coordination
 from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.meter import Answer
 from ray_lance_stream.cluster.metrics import Watch
 from ray_lance_stream.cluster.reports import PoolView, Report, keep_reporting
 from ray_lance_stream.cluster.requests import Request, Requests
 from ray_lance_stream.core import ShardCore
-from ray_lance_stream.errors import LanceStreamError, StreamClosedError
+from ray_lance_stream.errors import LanceStreamError
 from ray_lance_stream.plan import PlanSpec
 from ray_lance_stream.request import PlanHandle, Ranges
 from ray_lance_stream.sifting import SkippedRow, joined
@@ -36,7 +36,6 @@ _FEW_ATTEMPTS: Final = 4  # the same answer four times is final, unless time may
 _FIRST_DELAY_S: Final = 0.05
 _LONGEST_DELAY_S: Final = 2.0
 _REFRESH_EVERY_S: Final = 1.0
-_POLL_S: Final = 0.5  # how soon a call that waits for the coordinator learns that the source was closed
 _PLANS: Final = 4  # the epoch that ends, the one that begins, and a few to go back to
 _SUSPECTED_AFTER: Final = 0.5  # the part of the retry window after which a block that was lost is suspected as well
 _DEATHS: Final = 3  # processes that died with a block, before the block is suspected and not they
@@ -50,7 +49,8 @@ class RaySource:
     """
 
     def __init__(self, coordinator: Any, incarnation: int, *, retry_window_s: float) -> None:
-        self._coordinator = coordinator
+        self._closed = threading.Event()
+        self._coordinator = Coordination(coordinator, self._closed)
         self._incarnation = incarnation
         self._retry_window_s = retry_window_s
         self._lock = threading.Lock()  # futures complete on a thread of Ray's
@@ -59,20 +59,22 @@ class RaySource:
         self._parts: dict[tuple[str, Ranges], list[Ranges]] = {}  # how blocks that were examined must be cut
         self._deadly: dict[str, list[SkippedRow]] = {}  # by plan: rows that kill who reads them, and are left out
         self._found_at = float("-inf")  # when an examination last told what a block was lost of
-        self._closed = threading.Event()
         self._refreshed_at = time.monotonic()
         self._life = ""  # of the coordinator that was heard of last
         self._watch: Watch | None = None
-        self._refresh()
+        self._requests.take_pool(self._coordinator.wait(coordinator.pool.remote(), "is there a prefetcher"))
 
     @property
     def copies(self) -> int:
-        """Requests that were sent to a second prefetcher, because the first was late."""
+        """How often a request was sent to one more prefetcher, because it was late."""
         return self._requests.copies
 
     def plan(self, spec: PlanSpec) -> PlanHandle:
         """See ``BlockSource``. Waits for the coordinator."""
-        return self._ensure(spec)
+        asked = self._coordinator.actor.ensure.remote(spec, None)
+        handle: PlanHandle = self._coordinator.wait(asked, f"the plan of epoch {spec.epoch}")
+        self._keep(handle)
+        return handle
 
     def request(self, handle: PlanHandle, ranges: Ranges) -> Future[Any]:
         """See ``BlockSource``."""
@@ -103,10 +105,13 @@ class RaySource:
         elapsed_s = min(elapsed_s, time.monotonic() - self._found_at)
         heals = (lost or isinstance(cause, OSError)) and elapsed_s <= self._retry_window_s
         if attempt >= _FEW_ATTEMPTS and not heals:
+            if lost and self._coordinator.unplaced is not None:
+                raise self._coordinator.unplaced
             return None
         self._requests.warn("asking again for a block (attempt %d): %s", attempt + 1, _first_line(cause))
         if lost:
             self._recover()
+        self._coordinator.check()
         return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(attempt, 10)))
 
     def advice(self, error: BaseException) -> str:
@@ -149,7 +154,7 @@ class RaySource:
 
     def keep_reporting(self, holder: str) -> None:
         """Tells the coordinator now and then how busy the pool is, as the consumer of that name; see ``reports``."""
-        keep_reporting(self, self._coordinator, holder, self._closed)
+        keep_reporting(self, self._coordinator.actor, holder, self._closed)
 
     def report(self, holder: str, node: str) -> Report:
         """See ``reports.Reporting``."""
@@ -178,7 +183,7 @@ class RaySource:
 
     def _examine(self, request: Request) -> None:
         """Has the coordinator find out what is wrong with a block, and goes on from there."""
-        asked = self._coordinator.examine.remote(request.handle, request.ranges).future()
+        asked = self._coordinator.actor.examine.remote(request.handle, request.ranges).future()
         asked.add_done_callback(
             lambda found: self._requests.later(functools.partial(self._use_findings, request, found))
         )
@@ -231,53 +236,33 @@ class RaySource:
     # ------------------------------------------------------------------ the coordinator
 
     def _recover(self) -> None:
-        """Opens plans whose rows were lost again, and looks who is there now."""
+        """Has plans whose rows were lost opened again, and asks who is there now.
+
+        Does not wait: whoever reads may have blocks, and may be told to end.
+        """
         for handle in self._requests.rows_lost():
             with self._lock:
                 current = self._plans.get(handle.spec.plan_id, handle)
             if current.matching_rows == handle.matching_rows:  # else they were found again in the meantime
-                self._ensure(handle.spec, [handle.matching_rows])  # in a list, else Ray would look for the rows
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Waits to learn who is in the pool."""
-        self._requests.take_pool(self._call(self._coordinator.pool.remote()))
+                lost = [handle.matching_rows]  # in a list, else Ray would look for the rows
+                ensure = functools.partial(self._coordinator.actor.ensure.remote, handle.spec, lost)
+                self._coordinator.ask(handle.spec.plan_id, ensure, self._keep)
+        self._coordinator.ask("pool", self._coordinator.actor.pool.remote, self._requests.take_pool)
 
     def _refresh_now_and_then(self, now: float) -> None:
         """Asks, without waiting, whether prefetchers have joined the pool."""
         if now - self._refreshed_at > _REFRESH_EVERY_S:
             self._refreshed_at = now
-            asked = self._coordinator.pool.options(max_task_retries=0).remote().future()
-            # A coordinator that does not answer is looked for when a request fails.
-            asked.add_done_callback(lambda done: None if done.exception() else self._requests.take_pool(done.result()))
+            # One that does not answer is looked for when a request fails.
+            pool = self._coordinator.actor.pool.options(max_task_retries=0)
+            self._coordinator.ask("pool", pool.remote, self._requests.take_pool)
 
-    def _ensure(self, spec: PlanSpec, lost: list[Any] | None = None) -> PlanHandle:
-        handle: PlanHandle = self._call(self._coordinator.ensure.remote(spec, lost))
+    def _keep(self, handle: PlanHandle) -> None:
         with self._lock:
-            self._plans.pop(spec.plan_id, None)
-            self._plans[spec.plan_id] = handle
+            self._plans.pop(handle.spec.plan_id, None)
+            self._plans[handle.spec.plan_id] = handle
             for old in list(self._plans)[:-_PLANS]:
                 del self._plans[old]
-        return handle
-
-    def _call(self, ref: ray.ObjectRef[Any]) -> Any:
-        """Waits for the coordinator's answer.
-
-        Raises:
-            StreamClosedError: It has ended, or this source was closed.
-        """
-        while not ray.wait([ref], timeout=_POLL_S)[0]:
-            if self._closed.is_set():
-                raise StreamClosedError("the shard was closed while it waited for the stream's actors")
-        try:
-            return answer_of(ref)
-        except ActorDiedError as error:
-            if error.actor_init_failed:
-                raise
-            raise StreamClosedError(
-                "the stream's actors have ended: the stream was closed, its driver ended, or nothing renewed their "
-                "leases for idle_timeout_s; open the stream again"
-            ) from error
 
 
 def _join(pieces: list[Future[Any]], answer: Future[Any]) -> None:

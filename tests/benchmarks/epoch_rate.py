@@ -7,7 +7,8 @@ rows; (d) JPEG images of 224 x 224 that the transform decodes, 4,000 rows. Each 
 rows. Batches of 480 rows as torch tensors (blobs as bytes).
 
 Every figure is a process of its own; contenders take turns, after one round that does not count and that chooses which
-settings of a reader go on: the fastest two of ``lancedb.streaming`` (workers, read size), the fastest of others. The
+settings of a reader go on: of ``lancedb.streaming`` (workers, read size) the fastest, and a second that takes at most a
+fifth longer, of others the fastest. A reader that fails there, or is not done within --timeout-s, is named as such. The
 rate is the epoch's rows over the seconds from construction to the last batch; with prefetchers the clock starts when
 the pool is ready, and ``with start`` counts their start as well, as it is counted of peers' workers in any case. Where
 Ray was started, its processes have come to rest before. A ratio is that of a round: ours to what had its turn in the
@@ -61,7 +62,8 @@ PEERS = [f"{name} {workers}w" for name in ("mosaicml-streaming", "litdata") for 
 RAY_DATA = ["ray data", "ray data, shuffled"]
 PINNED = ["bare, one core", "ours, one core each"]
 CONTENDERS = ["bare", "ours", "ours, in process", *PINNED, *LANCEDB, *PEERS, *RAY_DATA]
-GO_ON = {"lancedb.streaming": 2, "mosaicml-streaming": 1, "litdata": 1}  # settings of a reader
+GO_ON = {"lancedb.streaming": 2, "mosaicml-streaming": 1, "litdata": 1}  # settings of a reader, at most
+NEARLY_AS_FAST = 1.2  # times the seconds of the fastest, for a second one to go on
 MODULES = {  # loaded before the clock starts
     "bare": "lance",
     "ours": "ray_lance_stream",
@@ -102,8 +104,6 @@ def measure(contender: str, directory: str, name: str, workload: str, clump: int
     for kind, module in MODULES.items():
         if contender.startswith(kind):
             importlib.import_module(module)
-    if contender in PEERS:  # writes its files before the clock starts
-        ensure_shards(directory, name, "mds" if contender.startswith("mosaicml") else "lit")
     if ray_runs:
         import ray
 
@@ -227,11 +227,15 @@ class _Peak:
 # ------------------------------------------------------------------ the run
 
 
+def command_of(args: argparse.Namespace, contender: str, *what: str) -> list[str]:
+    """Returns the command that does something for a contender in a process of its own."""
+    python = args.peer_python if contender in PEERS else sys.executable
+    return [python, __file__, "--directory", args.directory, "--scale", str(args.scale), *what]
+
+
 def run_one(args: argparse.Namespace, contender: str, workload: str, order: str) -> dict[str, float] | None:
     """Measures in a new process; None, with the reason on stderr, if it fails."""
-    python = args.peer_python if contender in PEERS else sys.executable
-    command = [python, __file__, "--directory", args.directory, "--scale", str(args.scale)]
-    command += ["--one", contender, workload, order]
+    command = command_of(args, contender, "--one", contender, workload, order)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
@@ -247,16 +251,20 @@ def run_one(args: argparse.Namespace, contender: str, workload: str, order: str)
     return found
 
 
-def compare(args: argparse.Namespace, workload: str, order: str) -> Runs:
-    """Lets the contenders take turns; the first round does not count."""
+def compare(args: argparse.Namespace, workload: str, order: str) -> tuple[Runs, list[str]]:
+    """Lets the contenders take turns; returns what was measured, and who failed in the round before."""
     contenders = [name for name in args.contenders if name not in PEERS or args.peer_python]
     contenders = [name for name in contenders if order == "row" or name not in RAY_DATA]  # which knows no clumps
+    for name in contenders:
+        if name in PEERS:
+            subprocess.run(command_of(args, name, "--shards", name, workload), check=True)
     trial = {name: run_one(args, name, workload, order) for name in contenders}
     seconds = {name: result["seconds"] for name, result in trial.items() if result is not None}
     for kind, count in GO_ON.items():
         of_it = sorted((name for name in seconds if name.startswith(kind)), key=lambda name: seconds[name])
-        for slow in of_it[count:]:
-            del seconds[slow]
+        for place, name in enumerate(of_it):
+            if place >= count or seconds[name] > NEARLY_AS_FAST * seconds[of_it[0]]:
+                del seconds[name]
     found: Runs = {name: [] for name in seconds}
     for _ in range(args.repeats):
         for contender, runs in found.items():
@@ -264,7 +272,7 @@ def compare(args: argparse.Namespace, workload: str, order: str) -> Runs:
             if result is None:
                 raise SystemExit(f"{contender} failed in a round that counts")
             runs.append(result)
-    return found
+    return found, [name for name, result in trial.items() if result is None]
 
 
 def rates(runs: list[dict[str, float]], since: str = "seconds") -> list[float]:
@@ -272,7 +280,7 @@ def rates(runs: list[dict[str, float]], since: str = "seconds") -> list[float]:
     return [run["rows"] / run[since] for run in runs]
 
 
-def tell(workload: str, order: str, found: Runs) -> None:
+def tell(workload: str, order: str, found: Runs, failed: list[str]) -> None:
     """Prints a table: rates in rows/s, and more."""
     print(f"\n({workload}) shuffled by {order}")
     print(f"  {'':28} {'rows/s':>32} {'with start':>11} {'first batch, s':>15} {'peak, MiB':>10}")
@@ -285,6 +293,8 @@ def tell(workload: str, order: str, found: Runs) -> None:
             f"{middle['first_batch']:>15.3f} {middle['peak_bytes'] / 2**20:>10,.0f}",
             flush=True,
         )
+    for name in failed:
+        print(f"  {name:28} {'failed, or took too long':>32}", flush=True)
 
 
 def ratios(workload: str, order: str, found: Runs) -> Iterator[Line]:
@@ -355,6 +365,7 @@ def main() -> None:
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has mosaicml-streaming and litdata")
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--one", nargs=3, metavar=("CONTENDER", "WORKLOAD", "ORDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--shards", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     Path(args.directory).mkdir(parents=True, exist_ok=True)
     if args.one:
@@ -362,18 +373,25 @@ def main() -> None:
         name = ensure_table(args.directory, workload, int(ROWS[workload] * args.scale))
         print(json.dumps(measure(contender, args.directory, name, workload, ORDERS[order])))
         return
+    if args.shards:
+        contender, workload = args.shards
+        kind = "mds" if contender.startswith("mosaicml") else "lit"
+        ensure_shards(args.directory, f"{workload}{int(ROWS[workload] * args.scale)}", kind)
+        return
     for workload in args.workloads:
         ensure_table(args.directory, workload, int(ROWS[workload] * args.scale))
     print(machine())
     results: dict[str, Runs] = {}
+    failures: dict[str, list[str]] = {}
     lines: list[Line] = []
     for workload in args.workloads:
         for order in args.orders:
-            found = results[f"({workload}) by {order}"] = compare(args, workload, order)
-            tell(workload, order, found)
+            title = f"({workload}) by {order}"
+            found, failed = results[title], failures[title] = compare(args, workload, order)
+            tell(workload, order, found, failed)
             lines += ratios(workload, order, found)
     show(lines)
-    save(lines, Path(args.directory, "epoch_rate.json"), results)
+    save(lines, Path(args.directory, "epoch_rate.json"), {"runs": results, "failed": failures})
     draw(results, Path(args.directory, "epoch_rate.png"))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 ROWS = {"a": 500_000, "b": 100_000, "c": 10_000, "d": 4_000}
-_CHUNK = {"a": 100_000, "b": 20_000}
+FILES = 8  # of data in each table: readers that hand out whole files to tasks get several
 _MDS = {"a": "ndarray:float32:64", "b": "ndarray:int32:1024", "c": "bytes", "d": "bytes"}
 
 
@@ -49,9 +49,11 @@ def image(data: bytes) -> Any:
 def ensure_table(directory: str, workload: str, rows: int) -> str:
     """Writes a workload's table unless it is there; returns its name."""
     name = f"{workload}{rows}"
-    if not Path(directory, f"{name}.lance").exists():
-        first = rows_of(workload, 0, 1)
-        lancedb.connect(directory).create_table(name, _chunks(workload, rows), schema=first.schema)
+    db = lancedb.connect(directory)
+    if name not in db.table_names(limit=1000) or db.open_table(name).count_rows() < rows:
+        table = db.create_table(name, schema=rows_of(workload, 0, 1).schema, mode="overwrite")
+        for chunk in _chunks(workload, rows):
+            table.add(chunk)
     return name
 
 
@@ -77,7 +79,7 @@ def ensure_shards(directory: str, name: str, kind: str) -> str:
 
 
 def _chunks(workload: str, rows: int) -> Iterator[pa.RecordBatch]:
-    chunk = _CHUNK.get(workload, 500)
+    chunk = -(-rows // FILES)
     return (rows_of(workload, start, min(chunk, rows - start)) for start in range(0, rows, chunk))
 
 
