@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,26 @@ def test_first_rows_that_kill_are_skipped(tables: Tables, tmp_path: Path) -> Non
         batches = iter(shard.iter_batches(prefetch_batches=0))
         assert [next(batches)["id"].tolist() for _ in range(3)] == expected[:3]
         assert sorted(row.row_number for row in shard.skipped) == sorted(first)
+
+
+def test_a_row_that_kills_who_reads_it_is_skipped(tables: Tables, tmp_path: Path) -> None:
+    """Also who reads it before it is asked for anything: every prefetcher that starts reads the table's first row."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, lance\n"
+        "take = lance.LanceDataset.take\n"
+        "def deadly(self, indices, *args, **options):\n"
+        "    if 0 in indices:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return take(self, indices, *args, **options)\n"
+        "lance.LanceDataset.take = deadly\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    prefetch = dataclasses.replace(SMALL_BLOCKS, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    expected = in_process(stream_of(tables, None, transform=Deadly(frozenset({0}), None)))
+    with opened(stream_of(tables, None, transform=None, columns=["id"], prefetch=prefetch)) as shard:
+        assert [batch["id"].tolist() for batch in shard.iter_batches()] == expected
+        (found,) = shard.skipped
+        assert found.row_number == 0 and "kills the process" in found.reason
 
 
 def test_a_dataset_skips_rows_that_kill(tables: Tables, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from ray_lance_stream import ConfigError, LanceStream, StreamingDataLoader, StreamingDataset
+from ray_lance_stream import ConfigError, LanceStream, StreamingDataLoader, StreamingDataset, groupagreement
 from ray_lance_stream.gathering import gather_state_dict
 
 if TYPE_CHECKING:
@@ -420,6 +422,34 @@ def test_a_rank_that_dies(two: Found, three: Found) -> None:
     outcome, took_s = two.of(the_first_dies, 1)
     assert outcome.startswith("LockstepError: the store of the process group does not answer")
     assert took_s < 30
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
+def test_agreements_leave_few_notes_in_the_store(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there were; also of a group that rank 0 is not in."""
+    from torch import distributed
+
+    store, group, local = distributed.HashStore(), object(), threading.local()
+    monkeypatch.setattr(distributed, "get_rank", lambda: local.rank)
+    monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: ranks)
+    monkeypatch.setattr(groupagreement, "_store_of", lambda name: distributed.PrefixStore(name, store))
+    both = threading.Barrier(2)
+
+    def agree(rank: int) -> list[tuple[int, int]]:
+        local.rank = rank
+        agreement, found = groupagreement.GroupAgreement(group), []
+        for cycle in range(200):
+            least = agreement.least(0, cycle, cycle + rank, threading.Event())
+            both.wait(60)
+            found.append((least, store.num_keys()))
+            both.wait(60)
+        agreement.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(agree, ranks)
+    assert [least for least, _ in first] == [least for least, _ in second] == [c + ranks[0] for c in range(200)]
+    assert max(keys for _, keys in first) <= first[1][1] + 1
 
 
 def test_without_a_group(tables: Tables) -> None:
