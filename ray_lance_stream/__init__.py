@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ray_lance_stream.gathering import gather_state_dict, load_rank_states, save_rank_state
     from ray_lance_stream.loader import StreamingDataLoader
     from ray_lance_stream.mapbatches import MapBatches
+    from ray_lance_stream.rowcontext import TransformContext
     from ray_lance_stream.saving import report, save_state
     from ray_lance_stream.shard import StreamShard
     from ray_lance_stream.sifting import ReplaceRow, SkippedRow
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from ray_lance_stream.stats import PoolSize, PrefetcherStats, RankStats, RunProgress, ShardStats, StreamStats
     from ray_lance_stream.stream import LanceStream
     from ray_lance_stream.train import StreamDataConfig
-    from ray_lance_stream.transform import TransformContext
 
 # Imported when first used: an actor that plans or merges states must not wait for torch or Lance.
 _HOME = {
@@ -70,7 +70,7 @@ _HOME = {
     "StreamingDataLoader": "loader",
     "StreamingDataset": "dataset",
     "TableVersionError": "errors",
-    "TransformContext": "transform",
+    "TransformContext": "rowcontext",
     "TransformError": "errors",
     "gather_state_dict": "gathering",
     "load_rank_states": "gathering",

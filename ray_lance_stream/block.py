@@ -13,33 +13,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from ray_lance_stream.cachedtable import cached
 from ray_lance_stream.columns import cast_to
 from ray_lance_stream.diskcache import CacheSpec
 from ray_lance_stream.errors import TransformError, explain
 from ray_lance_stream.location import TableRef
+from ray_lance_stream.opentables import OpenTables
 from ray_lance_stream.origins import numbered
 from ray_lance_stream.permutation import IntArray
 from ray_lance_stream.plan import Plan, PlanSpec
-from ray_lance_stream.readable import ReadableTable, check_identity
 from ray_lance_stream.recent import Recent
 from ray_lance_stream.request import PlanHandle, Ranges
+from ray_lance_stream.rowcontext import TransformContext
 from ray_lance_stream.rowlists import listed_rows
 from ray_lance_stream.sifting import ErrorPolicy, Sifted, SkippedRow, Whole
-from ray_lance_stream.storage import CannotOpenError, RefusedError
-from ray_lance_stream.transform import RowTransform, Transform, TransformContext
+from ray_lance_stream.transform import RowTransform, Transform
 from ray_lance_stream.trial import replacements, sifted, try_rows, with_left_out
-from ray_lance_stream.unreadable import without_secrets
 from ray_lance_stream.userplan import UserPlan
 
 logger = logging.getLogger("ray_lance_stream")
-T = TypeVar("T")
-_OPEN_VERSIONS: Final = 2  # a run that resumes may move to another version; none needs more at a time
 _OPEN_PLANS: Final = 4  # the epoch that ends, the one that begins, and a validation stream's
 _PROBE_ROWS: Final = 16
 _SLOW_PROBE_S: Final = 0.1  # below it, what a first call costs more says nothing wrong of the pace
@@ -78,14 +74,17 @@ class BuildStats:
 
 
 class BlockBuilder:
-    """Opens the table and builds blocks; one per process, safe to use from several threads."""
+    """Opens the table and builds blocks; one per process, safe to use from several threads.
+
+    Attributes:
+        tables: The versions of the table that are open.
+    """
 
     def __init__(self, recipe: BlockRecipe) -> None:
         self._recipe = recipe
-        self._tables: Recent[int, ReadableTable] = Recent(_OPEN_VERSIONS)
+        self.tables = OpenTables(recipe.table, recipe.cache)
         self._plans: Recent[str, Plan] = Recent(_OPEN_PLANS)
         self._rows_in_transform = 0
-        self.rows_kept = 0  # read from the node's disk
         self._count_lock = threading.Lock()
 
     def open_plan(self, spec: PlanSpec, deadly: Sequence[SkippedRow] = ()) -> tuple[PlanHandle, IntArray | None]:
@@ -107,7 +106,7 @@ class BlockBuilder:
             plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, matching))
             return handle, matching, *self._probe(plan, handle.num_rows, matching, deadly)
 
-        handle, matching, probe, row_s = self._reading(opened)
+        handle, matching, probe, row_s = self.tables.reading(opened)
         bytes_per_row = max(1.0, probe.nbytes / max(1, probe.num_rows))
         replacement = None if self._recipe.policy is None else self._recipe.policy.replacement
         if replacement is not None and self._fixes_schema:
@@ -122,7 +121,7 @@ class BlockBuilder:
             A handle without a schema, for the rows that are built first, and their ranges, so many times as long; and
             the matching rows.
         """
-        handle, matching = self._reading(lambda: self._counted(spec))
+        handle, matching = self.tables.reading(lambda: self._counted(spec))
         first = self._first_plan(Plan(spec, handle.num_rows, matching), handle.num_rows, matching)
         splits, cycles = _probed(first)
         stop = min(first.layout.rows_per_split, factor * cycles)
@@ -130,9 +129,9 @@ class BlockBuilder:
         return (dataclasses.replace(handle, spec=first.spec), ranges), matching
 
     def _counted(self, spec: PlanSpec) -> tuple[PlanHandle, IntArray | None]:
-        table = self._table(spec)
-        recipe = self._recipe
-        matching, surplus = listed_rows(spec, table, recipe.table, recipe.plan) if spec.order.is_listed else (None, 0)
+        table = self.tables.of(spec)
+        listed = (spec, table, self.tables.ref, self._recipe.plan)
+        matching, surplus = listed_rows(*listed) if spec.order.is_listed else (None, 0)
         num_rows = table.num_rows if matching is None else len(matching)
         handle = PlanHandle(
             spec=spec,
@@ -165,7 +164,7 @@ class BlockBuilder:
         """
         spec = handle.spec
         plan = self._plans.get(spec.plan_id, lambda: Plan(spec, handle.num_rows, resolve_rows(handle.matching_rows)))
-        block, stats = self._reading(lambda: self._build(plan, ranges, deadly))
+        block, stats = self.tables.reading(lambda: self._build(plan, ranges, deadly))
         if isinstance(block, Sifted):
             if isinstance(block.rows, pa.Table) and self._fixes_schema:
                 block.rows = cast_to(block.rows, handle.schema)
@@ -211,7 +210,7 @@ class BlockBuilder:
         splits, cycles = _probed(first)
         if not self._fixes_schema:
             ranges = Ranges(first_split=0, num_splits=splits, start=0, stop=cycles)
-            return self._table(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns), 0.0
+            return self.tables.of(plan.spec).take(first.rows(*ranges.places()), self._recipe.columns), 0.0
         start = 0
         while True:
             ranges = Ranges(first_split=0, num_splits=splits, start=start, stop=start + cycles)
@@ -256,7 +255,8 @@ class BlockBuilder:
         transform = self._recipe.transform
         if transform is None:
             return None
-        return transform.known_schema(self._table(plan.spec).take(np.empty(0, np.int64), self._recipe.columns).schema)
+        none = self.tables.of(plan.spec).take(np.empty(0, np.int64), self._recipe.columns)
+        return transform.known_schema(none.schema)
 
     def _build(
         self, plan: Plan, ranges: Ranges, deadly: Sequence[SkippedRow] = ()
@@ -268,7 +268,7 @@ class BlockBuilder:
             splits, positions = splits[keep], positions[keep]
         rows = plan.rows(splits, positions)
         began = time.perf_counter()
-        table = self._table(plan.spec).take(rows, self._recipe.columns)
+        table = self.tables.of(plan.spec).take(rows, self._recipe.columns)
         taken = time.perf_counter()
         context = TransformContext(
             epoch=plan.spec.epoch,
@@ -312,54 +312,6 @@ class BlockBuilder:
         finally:
             with self._count_lock:
                 self._rows_in_transform -= rows
-
-    def _opened(self, version: int) -> ReadableTable:
-        table, spec = self._recipe.table.open(version), self._recipe.cache
-        return table if spec is None else cached(table, self._recipe.table, spec, self._count_kept)
-
-    def _count_kept(self, rows: int) -> None:
-        with self._count_lock:
-            self.rows_kept += rows
-
-    def warm_up(self, version: int) -> None:
-        """Opens a version of the table and reads a few rows all over it, so that its files' footers are loaded."""
-        table = self.open_table(version)
-        rows = np.unique(np.linspace(0, max(0, table.num_rows - 1), _PROBE_ROWS, dtype=np.int64))
-        table.take(rows[rows < table.num_rows], self._recipe.columns)
-
-    def open_table(self, version: int) -> ReadableTable:
-        """Opens a version of the table, or finds it open.
-
-        Raises:
-            OSError: It could not be opened because of the storage: the driver has opened it, so this may pass.
-        """
-        try:
-            return self._tables.get(version, lambda: self._opened(version))
-        except CannotOpenError as error:
-            if error.may_pass:
-                raise OSError(str(error)) from error.__cause__
-            raise
-
-    def _reading(self, read: Callable[[], T]) -> T:
-        """Does something that reads; once more, with the table opened anew, if ``connection_factory`` can renew it."""
-        ref = self._recipe.table
-        renewable = ref.connection_factory is not None
-        try:
-            with without_secrets(ref, renewable=renewable):
-                return read()
-        except RefusedError:
-            if not renewable:
-                raise
-            self._tables.forget()
-            if ref.live is not None:  # it has the credentials that are refused
-                self._recipe = dataclasses.replace(self._recipe, table=dataclasses.replace(ref, live=None))
-        with without_secrets(ref, renewable=renewable):
-            return read()
-
-    def _table(self, spec: PlanSpec) -> ReadableTable:
-        table = self.open_table(spec.table.version)
-        check_identity(table, spec.table, self._recipe.table)
-        return table
 
 
 def _probed(first: Plan) -> tuple[int, int]:

@@ -37,8 +37,9 @@ from numpy.typing import NDArray
 from ray_lance_stream.agreement import ThreadAgreement
 from ray_lance_stream.columns import cast_to
 from ray_lance_stream.errors import ConfigError, explain
+from ray_lance_stream.rowcontext import TransformContext
 from ray_lance_stream.state import merge_state_dicts
-from ray_lance_stream.transform import Transform, TransformContext
+from ray_lance_stream.transform import Transform
 
 if TYPE_CHECKING:
     from ray_lance_stream.shard import StreamShard

@@ -121,7 +121,7 @@ def with_estimate(packing: Packing, recipe: BlockRecipe, spec: PlanSpec) -> Pack
     sampled = sample_positions(shuffle_seed=spec.order.shuffle_seed, num_splits=num_splits, rows_per_split=length)
     splits = np.repeat(np.arange(num_splits), [len(positions) for positions in sampled])
     rows = np.sort(plan.rows(splits, np.concatenate(sampled)))
-    table, lengths = builder.open_table(spec.table.version), []
+    table, lengths = builder.tables.version(spec.table.version), []
     for start in range(0, len(rows), _SAMPLED_AT_ONCE):
         lists: Any = table.take(rows[start : start + _SAMPLED_AT_ONCE], recipe.columns).column(0)
         if lists.null_count and (

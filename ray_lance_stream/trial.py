@@ -14,8 +14,9 @@ import pyarrow as pa
 from ray_lance_stream.columns import OutputError, cast_to, to_table
 from ray_lance_stream.errors import TransformError, explain, shown
 from ray_lance_stream.request import Ranges
+from ray_lance_stream.rowcontext import TransformContext
 from ray_lance_stream.sifting import ErrorPolicy, ReplaceRow, Sifted, SkippedRow
-from ray_lance_stream.transform import RowTransform, Transform, TransformContext, UserError
+from ray_lance_stream.transform import RowTransform, Transform, UserError
 
 logger = logging.getLogger("ray_lance_stream")
 _SAMPLE: Final = 8  # objects weighed to estimate what a list of them takes

@@ -17,8 +17,8 @@ import pytest
 
 from ray_lance_stream import LanceStream, PrefetchConfig
 from ray_lance_stream.reader import FIRST_BLOCK_BYTES
+from ray_lance_stream.rowcontext import TransformContext
 from ray_lance_stream.sifting import joined
-from ray_lance_stream.transform import TransformContext
 from ray_lance_stream.trial import sifted
 
 pytestmark = pytest.mark.thorough

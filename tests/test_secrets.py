@@ -194,7 +194,7 @@ def test_everything_that_a_user_may_print(tables: Tables) -> None:
     builder = BlockBuilder(recipe)
     with stream.open() as shard:
         next(iter(shard))
-        things = [stream, stream.config, prefetch, recipe, recipe.table, builder, builder.open_table(2), shard]
+        things = [stream, stream.config, prefetch, recipe, recipe.table, builder, builder.tables.version(2), shard]
         things += [shard.stats(), shard.state_dict(), shard.seat, shard.link, StreamDataConfig()]
         things += [Parcel.of(stream._recipe)]
     for thing in things:

@@ -117,9 +117,9 @@ def test_an_outage_while_a_table_is_opened_again_may_pass(faulty: Store) -> None
         builder = BlockBuilder(recipe)
         faulty.fault = functools.partial(always, fault)
         with pytest.raises(OSError, match=r"table 't' cannot be opened"):
-            builder.open_table(1)
+            builder.tables.version(1)
         faulty.fault = lambda _: None
-        assert builder.open_table(1).num_rows == ROWS
+        assert builder.tables.version(1).num_rows == ROWS
     faulty.fault = lambda _: SLOW_DOWN
     with pytest.raises(ConfigError, match=r"table 't' cannot be opened.*SlowDown"):
         make_stream(faulty.options())  # while the driver builds the stream, whoever sits there is told

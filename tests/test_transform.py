@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 
 from ray_lance_stream.errors import ConfigError, TransformError, UnpicklableError
-from ray_lance_stream.transform import Transform, TransformContext, UserError
+from ray_lance_stream.rowcontext import TransformContext
+from ray_lance_stream.transform import Transform, UserError
 
 ROWS = 4
 BATCH = pa.record_batch({"n": pa.array(range(ROWS)), "f": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32())})

@@ -46,7 +46,7 @@ class Prefetcher:
         # a plan is opened or a block built; and what kills here, kills once.
         if version is not None and not ray.get_runtime_context().was_current_actor_reconstructed:
             with contextlib.suppress(Exception), _no_panic("warming up"):
-                self._builder.warm_up(version)
+                self._builder.tables.warm_up(version, self._builder.recipe.columns)
         self._lock = threading.Lock()
         self._incarnation = 0
         self._busy = BusyTime()
@@ -89,7 +89,7 @@ class Prefetcher:
             transform_s=built["transform_s"],
             busy_s=self._busy.total_s(time.monotonic()),
             building=self._busy.blocks,
-            rows_kept=self._builder.rows_kept,
+            rows_kept=self._builder.tables.rows_kept,
         )
         self._metrics.tell(workload, run, stream)
         return workload

@@ -49,9 +49,9 @@ def epochs(options: dict[str, str], count: int, **cache: Any) -> list[tuple[floa
     with StreamShard(stream.config, Seat(), LocalLink(stream.recipe)) as shard:
         source: Any = shard._source
         for _ in range(count):
-            kept, began = source._builder.rows_kept, time.perf_counter()
+            kept, began = source._builder.tables.rows_kept, time.perf_counter()
             rows = sum(len(batch["label"]) for batch in shard.iter_batches())
-            found.append((rows / (time.perf_counter() - began), (source._builder.rows_kept - kept) / rows))
+            found.append((rows / (time.perf_counter() - began), (source._builder.tables.rows_kept - kept) / rows))
     return found
 
 
