@@ -177,7 +177,11 @@ class Dispatcher:
             return True
         if flight.failed_at is None:
             flight.failed_at = now
-        delay_s = self._source.retry_delay_s(error, flight.attempt, now - flight.failed_at)
+        try:
+            delay_s = self._source.retry_delay_s(error, flight.attempt, now - flight.failed_at)
+        except LanceStreamError as told:  # when the block is wanted
+            flight.error = told
+            return False
         if delay_s is None:
             flight.error = self._final(flight, error)
         else:

@@ -25,6 +25,9 @@ class BlockSource(Protocol):
             error: What the future raised.
             attempt: How many times this block has been asked for, 1 or more.
             elapsed_s: Seconds since it first failed; 0 for its first failure.
+
+        Raises:
+            LanceStreamError: Give up, with this error.
         """
 
     def advice(self, error: BaseException) -> str:

@@ -19,7 +19,7 @@ import pytest
 from runs import wait_until
 
 from ray_lance_stream import flight as flight_module
-from ray_lance_stream.errors import BlockError, StreamClosedError, TransformError
+from ray_lance_stream.errors import BlockError, PlacementError, StreamClosedError, TransformError
 from ray_lance_stream.plan import OrderSpec, PlanSpec, TableIdentity
 from ray_lance_stream.reader import GROWTH, LONGEST_TRANSFORM_S, MOST_OPEN, BlockReader, ReadAhead
 from ray_lance_stream.request import PlanHandle, Ranges
@@ -394,6 +394,31 @@ def test_what_was_given_up_while_nobody_waited_for_it_is_tried_when_somebody_doe
         reader.read(range(CYCLES * 4))
     assert [ranges.start for ranges in source.asked[before:]] == [0, 5, 10]
     assert places(reader.read(range(CYCLES * 4))) == [(c, s) for c in range(CYCLES) for s in range(4)]
+
+
+def test_why_a_source_gives_up_is_told_when_the_block_is_wanted() -> None:
+    class Placeless(Source):
+        placed = False
+
+        def retry_delay_s(self, error: BaseException, attempt: int, elapsed_s: float) -> float | None:
+            del error, elapsed_s
+            if attempt >= 2 and not self.placed:
+                raise PlacementError("no prefetcher could be placed")
+            return 0.01
+
+    source = Placeless()
+    source.failures = {5: [OSError("lost")] * 2}
+    reader = make_reader(source, block_bytes=2000)
+    first = [(c, s) for c in range(5) for s in range(4)]
+    while source.failures[5]:  # it is asked for ahead, and given up
+        assert places(reader.read(range(5 * 4))) == first
+    for _ in range(3):
+        assert places(reader.read(range(5 * 4))) == first
+    source.failures = {5: [OSError("lost")] * 2}
+    with pytest.raises(PlacementError, match="could be placed"):
+        reader.read(range(5 * 4, 10 * 4))
+    source.placed = True
+    assert places(reader.read(range(5 * 4, 10 * 4))) == [(c, s) for c in range(5, 10) for s in range(4)]
 
 
 def test_what_failed_in_a_wait_that_was_interrupted_is_tried_anew_by_the_next() -> None:

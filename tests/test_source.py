@@ -134,7 +134,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     cluster = Cluster()
     for name in ("wait", "get", "cancel", "is_initialized"):
         monkeypatch.setattr(f"ray.{name}", getattr(cluster, name))
-    for module in (source_module, requests_module):
+    for module in (source_module, requests_module, coordination_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: cluster.now))
     monkeypatch.setattr(coordination_module, "_POLL_S", 0.05)
     yield cluster
@@ -244,6 +244,28 @@ def test_one_that_is_near_is_preferred_among_equals_only(cluster: Cluster) -> No
         for _ in range(5):
             source.request(source.plan(spec()), RANGES)
         assert [after - was for after, was in zip(asked(cluster), before, strict=True)] == [3 - near, 2 + near]
+
+
+def test_one_that_does_not_answer_the_coordinator_is_asked_only_where_all_do_not(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+
+    def silent(*actors: Actor) -> None:
+        ids = frozenset(actor._actor_id.hex() for actor in actors)
+        source.take_view(PoolView(life="1", members=list(cluster.actors), silent=ids))
+
+    silent(cluster.actors[0])
+    for _ in range(3):
+        source.request(handle, RANGES)
+    assert asked(cluster) == [0, 3]
+    cluster.now += 1000
+    assert overtake(cluster, source) == [0, 3]
+    silent(*cluster.actors)
+    source.request(handle, RANGES)
+    assert asked(cluster) == [1, 3]
+    silent(cluster.actors[1])
+    source.request(handle, RANGES)
+    assert asked(cluster) == [2, 3]
 
 
 def test_one_that_leaves_the_pool_is_not_asked_any_more_and_answers_what_it_was(cluster: Cluster) -> None:
@@ -729,6 +751,24 @@ def test_a_request_that_is_lost_does_not_wait_for_the_coordinator(cluster: Clust
     assert len(cluster.pool.calls) == 2
 
 
+def test_the_window_is_for_blocks_and_not_for_prefetchers_to_start(cluster: Cluster) -> None:
+    """Nor for rows to be listed again: as long as the coordinator works on it."""
+    source, answers = cluster.source(), [Ref(), Ref()]
+    cluster.pool.answer = lambda: answers[0]
+    for since_s in range(0, 900, 10):
+        cluster.now = 100.0 + since_s
+        assert source.retry_delay_s(ActorDiedError(), 5, since_s) is not None
+        assert source.retry_delay_s(in_task(OSError()), 5, since_s) is not None or since_s > 60  # it is not lost
+    answers.pop(0).set_result(list(cluster.actors))
+    for since_s in range(890, 955, 10):  # from now on it counts: what comes next is answered at once
+        cluster.now = 100.0 + since_s
+        answers[0] = Ref()
+        answers[0].set_result(list(cluster.actors))
+        assert source.retry_delay_s(ActorDiedError(), 5, since_s) is not None
+    cluster.now += 1
+    assert source.retry_delay_s(ActorDiedError(), 5, 951) is None
+
+
 def test_prefetchers_that_cannot_be_placed_are_waited_for_within_the_window(cluster: Cluster) -> None:
     source = cluster.source()
     unplaced = PlacementError("no prefetcher could be placed")
@@ -741,8 +781,7 @@ def test_prefetchers_that_cannot_be_placed_are_waited_for_within_the_window(clus
         assert source.retry_delay_s(ActorDiedError(), attempt, 59.0) is not None
     with pytest.raises(PlacementError, match="could be placed"):
         source.retry_delay_s(ActorDiedError(), 9, 61.0)
-    cluster.pool.answer = lambda: list(cluster.actors)
-    assert source.retry_delay_s(ActorDiedError(), 9, 59.0) is not None
+    source.take_view(PoolView(life="1", members=list(cluster.actors)))
     assert source.retry_delay_s(ActorDiedError(), 9, 61.0) is None  # they are there: it is not for want of them
 
 

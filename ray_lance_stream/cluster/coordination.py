@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
@@ -19,6 +20,8 @@ from ray_lance_stream.waits import Patience
 
 logger = logging.getLogger("ray_lance_stream")
 _POLL_S: Final = 0.5  # how soon a call that is waited for learns that nobody wants it any more
+_LONG_S: Final = 0.1  # an answer takes some milliseconds; those that take longer are remembered
+_REMEMBERED: Final = 64
 
 
 class Coordination:
@@ -30,16 +33,16 @@ class Coordination:
 
     Attributes:
         actor: Its handle.
-        unplaced: Why there are no prefetchers, as it said last; None since there are.
     """
 
     def __init__(self, actor: Any, closed: threading.Event) -> None:
         self.actor = actor
         self._closed = closed
         self._lock = threading.Lock()  # futures complete on a thread of Ray's
-        self._asking: set[str] = set()  # what was asked for, and is not answered
+        self._asking: dict[str, float] = {}  # what was asked for and is not answered, and since when
+        self._asked: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)  # from when to when something was
         self._errors: dict[str, Exception] = {}  # what came instead of an answer, and was not raised yet
-        self.unplaced: PlacementError | None = None
+        self._unplaced: str | None = None  # why there are no prefetchers, as it said last
 
     def wait(self, ref: ray.ObjectRef[Any], what: str) -> Any:
         """Waits for an answer; says so if that takes long.
@@ -58,7 +61,8 @@ class Coordination:
         try:
             return answer_of(ref)
         except ActorDiedError as error:
-            raise _final(error) from error
+            final = _final(error)
+        raise final
 
     def ask(self, what: str, call: Callable[[], Any], use: Callable[[Any], None]) -> None:
         """Asks for something unless it is being asked for already, and does not wait.
@@ -71,29 +75,65 @@ class Coordination:
         with self._lock:
             if what in self._asking:
                 return
-            self._asking.add(what)
-        call().future().add_done_callback(functools.partial(self._hear, what, use))
+            self._asking[what] = time.monotonic()
+        try:
+            answer = call().future()
+        except BaseException:  # it was not asked
+            with self._lock:
+                del self._asking[what]
+            raise
+        answer.add_done_callback(functools.partial(self._hear, what, use))
+
+    def asked_s(self, within_s: float) -> float:
+        """Returns for how many of the last so many seconds something was asked for, and not answered."""
+        now, total_s = time.monotonic(), 0.0
+        covered = now - within_s
+        with self._lock:
+            spans = [*self._asked, *((since, now) for since in self._asking.values())]
+        for since, until in sorted(spans):
+            total_s += max(0.0, until - max(since, covered))
+            covered = max(covered, until)
+        return total_s
+
+    def placed(self) -> None:
+        """Notes that there are prefetchers."""
+        self._unplaced = None
 
     def check(self) -> None:
-        """Raises, once, what went wrong where nobody waited, unless asking again may help."""
+        """Raises, each error once, what came instead of an answer where nobody waited; not where asking again may help.
+
+        Raises:
+            StreamClosedError: The coordinator has ended.
+            LanceStreamError: As it raised it.
+        """
         with self._lock:
-            errors, self._errors = self._errors, {}
-        for error in errors.values():
+            error = self._errors.pop(next(iter(self._errors))) if self._errors else None
+        if error is not None:
             raise error
+
+    def check_placed(self) -> None:
+        """Raises PlacementError if it said last that there are no prefetchers."""
+        if self._unplaced is not None:
+            raise PlacementError(self._unplaced)
 
     def _hear(self, what: str, use: Callable[[Any], None], answer: Future[Any]) -> None:
         error = answer.exception()
         cause = None if error is None else cause_of(error)
         with self._lock:
-            self._asking.discard(what)
+            self._remember(self._asking.pop(what), time.monotonic())
             self._errors.pop(what, None)
-            self.unplaced = cause if isinstance(cause, PlacementError) else None
-            if isinstance(error, ActorDiedError):
+            if error is None or isinstance(cause, PlacementError):
+                self._unplaced = None if error is None else str(cause)
+            elif isinstance(error, ActorDiedError):
                 self._errors[what] = _final(error)
-            elif isinstance(error, RayTaskError) and self.unplaced is None:
+            elif isinstance(error, RayTaskError):
                 self._errors[what] = cause if isinstance(cause, LanceStreamError) else error
         if error is None:
             use(answer.result())
+
+    def _remember(self, since: float, until: float) -> None:
+        if until - since > _LONG_S:
+            self._asked.append((since, until))
 
 
 def _final(error: ActorDiedError) -> Exception:

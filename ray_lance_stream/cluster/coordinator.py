@@ -35,7 +35,7 @@ _RETRY_PAUSE_S = 0.5
 _PLANS_KEPT = 4
 _LOST_BEFORE_EXAMINED = 3  # prefetchers that were lost while they opened a plan, before its first rows are suspected
 _MORE_EXAMINED = 4  # where all of the first rows are left out, so many times as many are built
-_PLAN_PATIENCE_S = 5.0  # opening takes a second or less; with a filter longer, and is then done twice
+_PLAN_PATIENCE_S = 5.0  # opening takes a second or less; with a filter longer, and is then done twice; doubles
 _FENCE_WAIT_S = 2.0  # an answer takes a millisecond; a node that is lost needs longer to be noticed
 
 
@@ -111,9 +111,9 @@ class Coordinator:
         return incarnation, before
 
     async def pool(self) -> list[Any]:
-        """Returns the handles of the prefetchers that have started; at least one."""
+        """Returns the handles of the prefetchers that have started, those that do not answer only if none does."""
         await self._await_first()
-        return [hand.actor for hand in self._roster.ready]
+        return [hand.actor for hand in _answering(self._roster.ready)]
 
     async def report(self, report: Report) -> PoolView:
         """Hears how busy a consumer finds the pool, and tells it who is in the pool now."""
@@ -199,7 +199,12 @@ class Coordinator:
         return (await self._examiner.examine(handle, ranges)).deadly
 
     async def _open_somewhere(self, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:
-        """Asks a prefetcher, and others, one by one, the longer that takes; the first answer counts."""
+        """Asks a prefetcher, one more if that takes long, and others where those hang; the first answer counts.
+
+        Raises:
+            RayActorError: All that were asked were lost.
+            RayTaskError: One of them has failed.
+        """
         loop, patience_s = asyncio.get_running_loop(), _PLAN_PATIENCE_S
         asked: dict[asyncio.Task[PlanHandle], Hand] = {}
         hand: Hand | None = await self._next_hand()
@@ -208,10 +213,15 @@ class Coordinator:
                 if hand is not None:
                     asked[loop.create_task(_open_at(hand, spec, deadly))] = hand
                 done, _ = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-                if done:
-                    return done.pop().result()
-                patience_s *= 2
-                hand = self._turn_of([ready for ready in self._roster.ready if ready not in asked.values()])
+                for task in done:
+                    if not (isinstance(task.exception(), RayActorError) and len(asked) > 1):
+                        return task.result()
+                    del asked[task]
+                hand = None
+                # A long list of rows takes as long on a third one; one that hangs does not answer, either.
+                if not done and (len(asked) < 2 or not any(one.answers for one in asked.values())):
+                    hand = self._turn_of([ready for ready in self._roster.ready if ready not in asked.values()])
+                    patience_s *= 2
         finally:
             for task in asked:
                 task.cancel()
@@ -225,7 +235,7 @@ class Coordinator:
 
     def _turn_of(self, hands: list[Hand]) -> Hand | None:
         """One after the other of those that answer; of all, if none does."""
-        hands = [hand for hand in hands if hand.answers] or hands
+        hands = _answering(hands)
         self._turn += 1
         return hands[self._turn % len(hands)] if hands else None
 
@@ -256,6 +266,10 @@ class Coordinator:
                 remedy="label a node, add one, or change label_selector, num_cpus or resources in PrefetchConfig",
             )
         )
+
+
+def _answering(hands: list[Hand]) -> list[Hand]:
+    return [hand for hand in hands if hand.answers] or hands
 
 
 async def _open_at(hand: Hand, spec: PlanSpec, deadly: tuple[SkippedRow, ...]) -> PlanHandle:

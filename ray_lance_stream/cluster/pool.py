@@ -33,6 +33,7 @@ class Member:
         failures: How often it failed, one after the other.
         suspect_until: Others are preferred until then.
         near: Whether it is preferred among equals, being on this node.
+        silent: Whether it does not answer the coordinator, either.
     """
 
     actor: Any
@@ -40,11 +41,16 @@ class Member:
     failures: int = 0
     suspect_until: float = 0.0
     near: bool = False
+    silent: bool = False
 
     @property
     def id(self) -> str:
         """Names the prefetcher; the same after a restart."""
         return actor_id(self.actor)
+
+    def is_doubtful(self, now: float) -> bool:
+        """Whether others are preferred."""
+        return self.silent or self.suspect_until > now
 
     def failed(self, now: float) -> None:
         """Makes others preferred for a while. Requests that fail together, with the process, count once."""
@@ -89,18 +95,22 @@ class Pool:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # (seconds, rows) of blocks
         self._random = random.Random()  # not the module's: its numbers are the user's
 
-    def replace(self, actors: list[Any], near: frozenset[str] = frozenset()) -> None:
+    def replace(
+        self, actors: list[Any], near: frozenset[str] = frozenset(), silent: frozenset[str] = frozenset()
+    ) -> None:
         """Takes over who is in the pool now; what is known of those that stay is kept.
 
         Args:
             actors: The prefetchers; those that are not among them are not asked any more, and answer what they were.
             near: Ids of those to prefer among equals.
+            silent: Ids of those to ask only where there are no others.
         """
         known = {member.actor._actor_id: member for member in self._members + self._leaving}
         self._members = [known.get(actor._actor_id) or Member(actor) for actor in actors]
         self._leaving = [member for member in known.values() if member.calls and member not in self._members]
         for member in self._members:
             member.near = bool(near) and member.id in near
+            member.silent = bool(silent) and member.id in silent
 
     def may_ask(self) -> frozenset[str]:
         """Returns the ids of the members, and of those that have left and not answered all."""
@@ -118,16 +128,14 @@ class Pool:
     def best(self, now: float) -> Member:
         """Returns whom to ask: the one with the fewest open calls that has not just failed."""
         # By chance among equals: consumers that all begin with the same prefetcher would queue there.
-        return min(
-            self._members, key=lambda m: (m.suspect_until > now, len(m.calls), not m.near, self._random.random())
-        )
+        return min(self._members, key=lambda m: (m.is_doubtful(now), len(m.calls), not m.near, self._random.random()))
 
     def idle(self, now: float, besides: Sequence[Member]) -> Member | None:
         """Returns another member that could begin a block at once, None without one.
 
         A copy sent to a busy one would only take its turn behind what is waited for as well.
         """
-        free = [m for m in self._members if m not in besides and len(m.calls) < _AT_ONCE and m.suspect_until <= now]
+        free = [m for m in self._members if m not in besides and len(m.calls) < _AT_ONCE and not m.is_doubtful(now)]
         return min(free, key=lambda m: (len(m.calls), self._random.random()), default=None)
 
     def add(self, call: Call, now: float) -> None:

@@ -44,8 +44,8 @@ class Prefetcher:
         self._builder = BlockBuilder(recipe.unpack())
         # Ready means ready: Lance is loaded and the table open. What fails here fails again, and is then raised, when
         # a plan is opened or a block built; and what kills here, kills once.
-        if version is not None and not ray.get_runtime_context().was_current_actor_reconstructed:
-            with contextlib.suppress(Exception), _no_panic("warming up"):
+        with contextlib.suppress(Exception), _no_panic("warming up"):
+            if version is not None and not ray.get_runtime_context().was_current_actor_reconstructed:
                 self._builder.tables.warm_up(version, self._builder.recipe.columns)
         self._lock = threading.Lock()
         self._incarnation = 0

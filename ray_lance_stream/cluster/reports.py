@@ -55,11 +55,13 @@ class PoolView:
         life: Names this life of the coordinator, which may be restarted.
         members: The prefetchers to ask.
         near: Ids of those that are preferred among equals, because they are on the consumer's node and have time.
+        silent: Ids of those that do not answer now: they may hang, or be on their way back.
     """
 
     life: str
     members: list[Any]
     near: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
 
 
 class Reporting(Protocol):

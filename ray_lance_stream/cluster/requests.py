@@ -70,10 +70,12 @@ class Requests:
         self._warned_at = float("-inf")
         self.copies = 0  # requests that were sent once more because they were late
 
-    def take_pool(self, actors: list[Any], near: frozenset[str] = frozenset()) -> None:
-        """Takes over who is in the pool now, and who of them is preferred among equals."""
+    def take_pool(
+        self, actors: list[Any], near: frozenset[str] = frozenset(), silent: frozenset[str] = frozenset()
+    ) -> None:
+        """Takes over who is in the pool now, who of them is preferred among equals, and who is passed over."""
         with self._lock:
-            self._pool.replace(actors, near)
+            self._pool.replace(actors, near, silent)
 
     def may_ask(self) -> frozenset[str]:
         """Returns the ids of the prefetchers that may be asked, or were and have not answered."""

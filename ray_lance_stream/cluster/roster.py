@@ -143,7 +143,12 @@ class Roster:
             if report.life not in ("", self._life):
                 self._known_before = max(self._known_before, len(report.may_ask))
         ready = self.ready
-        return PoolView(life=self._life, members=[hand.actor for hand in ready], near=self._near(report.node, ready))
+        return PoolView(
+            life=self._life,
+            members=[hand.actor for hand in ready],
+            near=self._near(report.node, ready),
+            silent=frozenset(hand.id for hand in ready if not hand.answers),
+        )
 
     def forget(self, holder: str) -> None:
         """Counts a consumer no more."""
@@ -195,8 +200,8 @@ class Roster:
         for hand in list(self._wanted):
             if hand.broken is not None and now - hand.broken_at > _REPLACE_AFTER_S:
                 logger.info("prefetcher %d could not start: starting another one", hand.index)
+                self._add(self._free_index())  # another one than its own, which is where it is placed
                 self._end(hand)
-                self._add(hand.index)
 
     def _resize(self, size: int) -> None:
         now = time.monotonic()
@@ -210,7 +215,10 @@ class Roster:
             if leaving:
                 leaving.pop().retired_at = None
                 continue
-            self._add(next(i for i in range(len(self._hands) + 1) if all(hand.index != i for hand in self._hands)))
+            self._add(self._free_index())
+
+    def _free_index(self) -> int:
+        return next(i for i in range(len(self._hands) + 1) if all(hand.index != i for hand in self._hands))
 
     def _add(self, index: int) -> None:
         actor = self._start(index)

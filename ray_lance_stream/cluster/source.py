@@ -102,16 +102,19 @@ class RaySource:
             return None
         lost = isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
         # A row that kills takes the blocks beside it along, and finding it takes long: then their time begins anew.
-        elapsed_s = min(elapsed_s, time.monotonic() - self._found_at)
+        # Who waits for prefetchers to be there, or rows to be listed, does not wait for this block.
+        waited_s = self._coordinator.asked_s(elapsed_s) if lost else 0.0
+        elapsed_s = min(elapsed_s - waited_s, time.monotonic() - self._found_at)
         heals = (lost or isinstance(cause, OSError)) and elapsed_s <= self._retry_window_s
         if attempt >= _FEW_ATTEMPTS and not heals:
-            if lost and self._coordinator.unplaced is not None:
-                raise self._coordinator.unplaced
+            if lost:
+                self._coordinator.check()
+                self._coordinator.check_placed()
             return None
         self._requests.warn("asking again for a block (attempt %d): %s", attempt + 1, _first_line(cause))
         if lost:
             self._recover()
-        self._coordinator.check()
+            self._coordinator.check()
         return float(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(attempt, 10)))
 
     def advice(self, error: BaseException) -> str:
@@ -177,7 +180,8 @@ class RaySource:
         self._life = view.life
         if view.members:  # a coordinator that was restarted has none for a while; until then requests fail and wait
             self._refreshed_at = math.inf  # from now on it is told, and need not ask
-            self._requests.take_pool(view.members, view.near)
+            self._coordinator.placed()
+            self._requests.take_pool(view.members, view.near, view.silent)
 
     # ------------------------------------------------------------------ blocks that kill
 
