@@ -56,7 +56,8 @@ def block_recipe(
         made = packing_transform(table, names, transform)
     elif transform is not None:
         made = wrapped_in(transform)
-    sifts = always_sifts or packing is not None or not (policy.raises or made is None)
+    # Also without a transform: a row that kills who reads it may be left out, too.
+    sifts = always_sifts or packing is not None or not policy.raises
     return BlockRecipe(
         table=ref.located(table), columns=names, transform=made, policy=policy if sifts else None, plan=plan
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -427,8 +428,7 @@ def test_a_rank_that_dies(two: Found, three: Found) -> None:
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
 def test_agreements_leave_few_notes_in_the_store(ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there were; also of a group that rank 0 is not in."""
-    from torch import distributed
-
+    distributed: Any = importlib.import_module("torch.distributed")  # whose types do not name its stores
     store, group, local = distributed.HashStore(), object(), threading.local()
     monkeypatch.setattr(distributed, "get_rank", lambda: local.rank)
     monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: ranks)
