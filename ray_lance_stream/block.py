@@ -253,10 +253,8 @@ class BlockBuilder:
 
     def _known_schema(self, plan: Plan) -> pa.Schema | None:
         transform = self._recipe.transform
-        if transform is None:
-            return None
-        none = self.tables.of(plan.spec).take(np.empty(0, np.int64), self._recipe.columns)
-        return transform.known_schema(none.schema)
+        schema = self.tables.of(plan.spec).take(np.empty(0, np.int64), self._recipe.columns).schema
+        return schema if transform is None else transform.known_schema(schema)
 
     def _build(
         self, plan: Plan, ranges: Ranges, deadly: Sequence[SkippedRow] = ()

@@ -64,8 +64,9 @@ class LanceStream:
         plan: Rows in splits of your own, the same in every epoch: an Arrow or LanceDB table of ``row_id`` and
             ``split_id``; see :class:`~ray_lance_stream.rowlists.UserPlan`.
         on_transform_error: "raise"; "skip" leaves rows out on which the transform fails, and "warn" says so; a function
-            of the exception returns whether to; a ``ReplaceRow`` puts another one in their place. All replicas end an
-            epoch at the same step whatever is skipped where. With ``pack_sequences``: documents that hold a null.
+            of the exception returns whether to; a ``ReplaceRow`` puts another one in their place. With prefetchers
+            likewise rows that kill every process that reads them, also without a transform. All replicas end an epoch
+            at the same step whatever is skipped where. With ``pack_sequences``: documents that hold a null.
         pack_sequences: Delivers blocks of so many tokens instead of rows: the token lists of each split's rows one
             after another, each followed by ``eos_id``. A block is a row of two columns, ``input_ids`` and ``doc_ids``,
             int64 of shape ``(pack_sequences,)``; ``doc_ids`` numbers the documents of a block from 0.

@@ -30,6 +30,7 @@ from ray_lance_stream.cluster import meter as meter_module
 from ray_lance_stream.cluster import reports as reports_module
 from ray_lance_stream.cluster import requests as requests_module
 from ray_lance_stream.cluster import source as source_module
+from ray_lance_stream.cluster.coordination import Coordination
 from ray_lance_stream.cluster.cuts import halves
 from ray_lance_stream.cluster.examiner import Findings
 from ray_lance_stream.cluster.prefetcher import Prefetcher
@@ -266,6 +267,18 @@ def test_one_that_does_not_answer_the_coordinator_is_asked_only_where_all_do_not
     silent(cluster.actors[1])
     source.request(handle, RANGES)
     assert asked(cluster) == [2, 3]
+
+
+def test_one_that_comes_again_is_known_to_have_failed(cluster: Cluster) -> None:
+    source = cluster.source()
+    handle = source.plan(spec())
+    for _ in range(2):
+        source.request(handle, RANGES)
+    cluster.actors[0].refs[0].set_exception(UNAVAILABLE)
+    for members in (cluster.actors[1:], cluster.actors):
+        source.take_view(PoolView(life="1", members=members))
+    source.request(handle, RANGES)
+    assert asked(cluster) == [1, 2]
 
 
 def test_one_that_leaves_the_pool_is_not_asked_any_more_and_answers_what_it_was(cluster: Cluster) -> None:
@@ -758,7 +771,7 @@ def test_the_window_is_for_blocks_and_not_for_prefetchers_to_start(cluster: Clus
     for since_s in range(0, 900, 10):
         cluster.now = 100.0 + since_s
         assert source.retry_delay_s(ActorDiedError(), 5, since_s) is not None
-        assert source.retry_delay_s(in_task(OSError()), 5, since_s) is not None or since_s > 60  # it is not lost
+        assert source.retry_delay_s(in_task(OSError()), 5, since_s) is not None  # the first after a long time, say
     answers.pop(0).set_result(list(cluster.actors))
     for since_s in range(890, 955, 10):  # from now on it counts: what comes next is answered at once
         cluster.now = 100.0 + since_s
@@ -767,6 +780,45 @@ def test_the_window_is_for_blocks_and_not_for_prefetchers_to_start(cluster: Clus
         assert source.retry_delay_s(ActorDiedError(), 5, since_s) is not None
     cluster.now += 1
     assert source.retry_delay_s(ActorDiedError(), 5, 951) is None
+
+
+def test_time_in_which_prefetchers_could_not_be_placed_counts(cluster: Cluster) -> None:
+    """They had all the time they are given; the next question would take as long, and so on for ever."""
+    source, answer = cluster.source(), Ref()
+    cluster.pool.answer = lambda: answer
+    assert source.retry_delay_s(ActorDiedError(), 5, 0.0) is not None
+    cluster.now += 900
+    assert source.retry_delay_s(ActorDiedError(), 6, 900.0) is not None
+    answer.set_exception(in_task(PlacementError("no prefetcher could be placed within 900 s")))
+    with pytest.raises(PlacementError, match="900 s"):
+        source.retry_delay_s(ActorDiedError(), 7, 900.0)
+
+
+def test_a_coordinator_that_never_answers_ends_the_waiting(cluster: Cluster) -> None:
+    source, answer = cluster.source(), Ref()
+    cluster.pool.answer = lambda: answer
+    assert source.retry_delay_s(ActorDiedError(), 5, 0.0) is not None
+    cluster.now += 3600 + 59
+    assert source.retry_delay_s(ActorDiedError(), 5, 3659.0) is not None
+    cluster.now += 2
+    assert source.retry_delay_s(ActorDiedError(), 5, 3661.0) is None
+
+
+def test_spans_of_questions_that_overlap_count_once(cluster: Cluster) -> None:
+    coordination = Coordination(cluster, threading.Event())
+    answers = {"a": Ref(), "b": Ref(), "c": Ref()}
+    for at, what, done in ((0, "a", 0), (10, "b", 0), (20, "a", 1), (40, "b", 1), (50, "c", 0), (50.5, "c", 1)):
+        cluster.now = 100.0 + at
+        if done:
+            answers[what].set_result(None)
+        else:
+            coordination.ask(what, lambda what=what: answers[what], lambda _: None)
+    cluster.now = 160.0
+    assert [coordination.asked_s(within_s) for within_s in (15, 30, 50, 1000)] == [0, 10, 30, 40]
+    answers["a"] = Ref()
+    coordination.ask("a", lambda: answers["a"], lambda _: None)
+    cluster.now = 170.0
+    assert [coordination.asked_s(within_s) for within_s in (5, 15, 1000)] == [5, 10, 50]
 
 
 def test_prefetchers_that_cannot_be_placed_are_waited_for_within_the_window(cluster: Cluster) -> None:
@@ -798,6 +850,17 @@ def test_rows_that_cannot_be_listed_again_are_an_error(cluster: Cluster) -> None
     with pytest.raises(TableVersionError, match="version is gone"):
         source.retry_delay_s(in_task(lost()), 1, 0.0)
     assert source.retry_delay_s(ActorDiedError(), 1, 0.0) is not None  # raised once
+
+    def outage(*_: Any) -> Any:
+        raise in_task(OSError("503"))
+
+    cluster.ensure.answer = outage
+    source.request(handle, RANGES)
+    open_refs = [ref for actor in cluster.actors for ref in actor.refs if not ref.done()]
+    open_refs[0].set_exception(in_task(lost()))
+    with pytest.raises(BlockError, match="503") as raised:
+        source.retry_delay_s(in_task(lost()), 1, 0.0)
+    assert isinstance(raised.value.__cause__, RayTaskError)
 
 
 def test_a_long_wait_for_the_coordinator_is_told_of(

@@ -15,13 +15,14 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from ray_lance_stream.cluster.answers import answer_of, cause_of
-from ray_lance_stream.errors import LanceStreamError, PlacementError, StreamClosedError
+from ray_lance_stream.errors import BlockError, LanceStreamError, PlacementError, StreamClosedError, explain
 from ray_lance_stream.waits import Patience
 
 logger = logging.getLogger("ray_lance_stream")
 _POLL_S: Final = 0.5  # how soon a call that is waited for learns that nobody wants it any more
-_LONG_S: Final = 0.1  # an answer takes some milliseconds; those that take longer are remembered
+_LONG_S: Final = 1.0  # an answer takes some milliseconds; those that take much longer are remembered
 _REMEMBERED: Final = 64
+_LONGEST_S: Final = 3600.0  # to list the matching rows of a very large table, or else the coordinator hangs
 
 
 class Coordination:
@@ -85,11 +86,16 @@ class Coordination:
         answer.add_done_callback(functools.partial(self._hear, what, use))
 
     def asked_s(self, within_s: float) -> float:
-        """Returns for how many of the last so many seconds something was asked for, and not answered."""
+        """Returns for how many of the last so many seconds something was asked for, and was answered in the end.
+
+        What is not answered yet counts as well, up to an hour; an answer that there are no prefetchers does not: it
+        took the time that they are given to start.
+        """
         now, total_s = time.monotonic(), 0.0
         covered = now - within_s
         with self._lock:
-            spans = [*self._asked, *((since, now) for since in self._asking.values())]
+            waiting = ((since, min(now, since + _LONGEST_S)) for since in self._asking.values())
+            spans = [*self._asked, *waiting]
         for since, until in sorted(spans):
             total_s += max(0.0, until - max(since, covered))
             covered = max(covered, until)
@@ -107,8 +113,8 @@ class Coordination:
             LanceStreamError: As it raised it.
         """
         with self._lock:
-            error = self._errors.pop(next(iter(self._errors))) if self._errors else None
-        if error is not None:
+            errors, self._errors = self._errors, {}  # those behind the first come again where they matter
+        for error in errors.values():
             raise error
 
     def check_placed(self) -> None:
@@ -120,20 +126,34 @@ class Coordination:
         error = answer.exception()
         cause = None if error is None else cause_of(error)
         with self._lock:
-            self._remember(self._asking.pop(what), time.monotonic())
+            since, now = self._asking.pop(what), time.monotonic()
             self._errors.pop(what, None)
-            if error is None or isinstance(cause, PlacementError):
-                self._unplaced = None if error is None else str(cause)
-            elif isinstance(error, ActorDiedError):
-                self._errors[what] = _final(error)
-            elif isinstance(error, RayTaskError):
-                self._errors[what] = cause if isinstance(cause, LanceStreamError) else error
+            if isinstance(cause, PlacementError):
+                self._unplaced = str(cause)
+            elif isinstance(error, (ActorDiedError, RayTaskError)):
+                self._errors[what] = _told(error)
+            elif now - since > _LONG_S:
+                self._asked.append((since, now))
+            if error is None:
+                self._unplaced = None
         if error is None:
             use(answer.result())
 
-    def _remember(self, since: float, until: float) -> None:
-        if until - since > _LONG_S:
-            self._asked.append((since, until))
+
+def _told(error: ActorDiedError | RayTaskError) -> LanceStreamError:
+    told = _final(error) if isinstance(error, ActorDiedError) else cause_of(error)
+    if isinstance(told, LanceStreamError):
+        return told
+    failure = BlockError(
+        explain(
+            "the stream's coordinator could not do what blocks need",
+            found=f"{type(told).__name__}: {str(told).strip()}",
+            expected="prefetchers to ask, and the rows of the filter listed again where they were lost",
+            remedy="look at the storage and at the coordinator's log",
+        )
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _final(error: ActorDiedError) -> Exception:

@@ -36,6 +36,7 @@ _PLANS_KEPT = 4
 _LOST_BEFORE_EXAMINED = 3  # prefetchers that were lost while they opened a plan, before its first rows are suspected
 _MORE_EXAMINED = 4  # where all of the first rows are left out, so many times as many are built
 _PLAN_PATIENCE_S = 5.0  # opening takes a second or less; with a filter longer, and is then done twice; doubles
+_MUCH_LONGER = 6  # times as long two may take for a plan, which answer otherwise, before a third is asked
 _FENCE_WAIT_S = 2.0  # an answer takes a millisecond; a node that is lost needs longer to be noticed
 
 
@@ -208,6 +209,7 @@ class Coordinator:
         loop, patience_s = asyncio.get_running_loop(), _PLAN_PATIENCE_S
         asked: dict[asyncio.Task[PlanHandle], Hand] = {}
         hand: Hand | None = await self._next_hand()
+        asked_at = loop.time()
         try:
             while True:
                 if hand is not None:
@@ -218,10 +220,12 @@ class Coordinator:
                         return task.result()
                     del asked[task]
                 hand = None
-                # A long list of rows takes as long on a third one; one that hangs does not answer, either.
-                if not done and (len(asked) < 2 or not any(one.answers for one in asked.values())):
+                # A long list of rows takes as long on a third one. A process that hangs does not answer, either; of one
+                # of whose threads hang, only time tells.
+                alive = len(asked) > 1 and any(one.answers for one in asked.values())
+                if not done and (not alive or loop.time() - asked_at > _MUCH_LONGER * patience_s):
                     hand = self._turn_of([ready for ready in self._roster.ready if ready not in asked.values()])
-                    patience_s *= 2
+                    asked_at, patience_s = loop.time(), 2 * patience_s
         finally:
             for task in asked:
                 task.cancel()

@@ -17,7 +17,7 @@ class Hand:
 
     Attributes:
         actor: Its handle.
-        index: The lowest number that was free when it was started; names it, and spreads placement.
+        index: A number that was free when it was started; names it, and spreads placement.
         id: Names it in reports.
         node: Id of the node it runs on, once it has answered.
         answers: Whether it answered when it was asked last.

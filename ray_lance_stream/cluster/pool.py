@@ -14,6 +14,7 @@ from ray_lance_stream.cluster.prefetcher import CONCURRENCY_GROUPS
 _AT_ONCE: Final = CONCURRENCY_GROUPS["build"]
 _SUSPECT_S: Final = 2.0  # how long a prefetcher that failed is passed over if there is another one; doubles
 _LONGEST_SUSPECT_S: Final = 60.0
+_PAST_KEPT: Final = 64
 _RECENT: Final = 32  # answers that say what is usual: some rounds of a pool, so that it follows a change of load
 # Four times the usual: what blocks of one stream differ by, garbage collections and short queues stay below.
 _LATE_FACTOR: Final = 4.0
@@ -92,6 +93,7 @@ class Pool:
         self._meter = meter
         self._members: list[Member] = []
         self._leaving: list[Member] = []  # not asked any more, but not all has been answered
+        self._past: list[Member] = []  # not asked any more, and had failed: some come again
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)  # (seconds, rows) of blocks
         self._random = random.Random()  # not the module's: its numbers are the user's
 
@@ -105,9 +107,11 @@ class Pool:
             near: Ids of those to prefer among equals.
             silent: Ids of those to ask only where there are no others.
         """
-        known = {member.actor._actor_id: member for member in self._members + self._leaving}
+        known = {member.actor._actor_id: member for member in self._past + self._leaving + self._members}
         self._members = [known.get(actor._actor_id) or Member(actor) for actor in actors]
-        self._leaving = [member for member in known.values() if member.calls and member not in self._members]
+        gone = [member for member in known.values() if member not in self._members]
+        self._leaving = [member for member in gone if member.calls]
+        self._past = [member for member in gone if member.failures][-_PAST_KEPT:]
         for member in self._members:
             member.near = bool(near) and member.id in near
             member.silent = bool(silent) and member.id in silent

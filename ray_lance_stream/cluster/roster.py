@@ -200,8 +200,9 @@ class Roster:
         for hand in list(self._wanted):
             if hand.broken is not None and now - hand.broken_at > _REPLACE_AFTER_S:
                 logger.info("prefetcher %d could not start: starting another one", hand.index)
-                self._add(self._free_index())  # another one than its own, which is where it is placed
                 self._end(hand)
+                # A new index, so that one after the other is placed on every node there is.
+                self._add(max([hand.index, *(other.index for other in self._hands)]) + 1)
 
     def _resize(self, size: int) -> None:
         now = time.monotonic()
@@ -215,10 +216,7 @@ class Roster:
             if leaving:
                 leaving.pop().retired_at = None
                 continue
-            self._add(self._free_index())
-
-    def _free_index(self) -> int:
-        return next(i for i in range(len(self._hands) + 1) if all(hand.index != i for hand in self._hands))
+            self._add(next(i for i in range(len(self._hands) + 1) if all(hand.index != i for hand in self._hands)))
 
     def _add(self, index: int) -> None:
         actor = self._start(index)

@@ -103,8 +103,8 @@ class RaySource:
         lost = isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
         # A row that kills takes the blocks beside it along, and finding it takes long: then their time begins anew.
         # Who waits for prefetchers to be there, or rows to be listed, does not wait for this block.
-        waited_s = self._coordinator.asked_s(elapsed_s) if lost else 0.0
-        elapsed_s = min(elapsed_s - waited_s, time.monotonic() - self._found_at)
+        elapsed_s -= self._coordinator.asked_s(elapsed_s)
+        elapsed_s = min(elapsed_s, time.monotonic() - self._found_at)
         heals = (lost or isinstance(cause, OSError)) and elapsed_s <= self._retry_window_s
         if attempt >= _FEW_ATTEMPTS and not heals:
             if lost:
