@@ -173,6 +173,17 @@ def test_a_state_with_skips_is_refused_by_a_stream_that_does_not_skip(tables: Ta
         shard.load_state_dict(state)
 
 
+def test_without_a_transform_all_rows_come_as_from_a_stream_that_skips_none(tables: Tables) -> None:
+    """What would be left out are rows that kill who reads them. A state of a stream that skips none goes on."""
+    stream = skipping(tables, set(), transform=None)
+    expected = global_batches(tables.stream(ROWS))
+    assert ids_of(check_resume_at_every_step(stream, (1, 3))[: len(expected)]) == ids_of(expected)
+    state = expected[2].state
+    with stream.open() as shard:
+        shard.load_state_dict(state)
+        assert [batch["id"].tolist() for batch in shard.iter_batches()] == ids_of(expected)[3:]
+
+
 def test_memory_stays_bounded_when_one_split_is_bad(tables: Tables) -> None:
     """A split that yields little is asked for alone: the others' rows do not pile up."""
     rows, bad = 40_000, frozenset(i for i in range(10_000) if i % 10)
