@@ -247,7 +247,7 @@ def main() -> None:
     }
 
     def fit(workers: int, fail_at: list[int] | None) -> ray.train.Result:
-        return TorchTrainer(
+        trainer = TorchTrainer(
             train_loop,
             train_loop_config=config | {"fail_at": fail_at, "attempt": time.time_ns()},
             datasets={"train": stream},
@@ -257,7 +257,12 @@ def main() -> None:
             run_config=RunConfig(
                 name="digits", storage_path=storage_path, checkpoint_config=CheckpointConfig(num_to_keep=3)
             ),
-        ).fit()
+        )
+        try:
+            return trainer.fit()
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C: Ray Train ends the run and then the process
+            say("\nStopped. With --resume it goes on after the last checkpoint.")
+            raise
 
     cycles = lancedb.connect(uri).open_table(args.table).count_rows("is_train") // args.num_splits
     steps_per_epoch = -(-cycles * args.num_splits // args.global_batch_size)
@@ -280,7 +285,7 @@ def main() -> None:
         metrics = (result.metrics if result else None) or {"epoch": 0, "step": 0}
         done = metrics["epoch"] * steps_per_epoch + metrics["step"]
         if done < total:
-            say(f"resuming from step {done} of {total} with {after} workers")
+            say(f"resuming after step {done} of {total} with {after} workers")
             with stream.progress(args.epochs):
                 result = fit(after, fail_at=None)
     ray.shutdown()

@@ -163,7 +163,7 @@ def test_the_readmes_job_is_submitted_stopped_and_submitted_again(shell: Shell) 
     again = shell.run(commands["again"])
     attempts = shell.attempts()
     assert len(attempts) == len(logged) + 1
-    resumed = re.search(r"resuming from step (\d+) of 690 with 3 workers", again)
+    resumed = re.search(r"resuming after step (\d+) of 690 with 3 workers", again)
     assert resumed is not None, again
     steps_per_epoch = max(entry["at"][1] for entry in before)
     first_epoch, first_step = list(attempts.values())[-1][0]["at"]
