@@ -812,7 +812,7 @@ def test_spans_of_questions_that_overlap_count_once(cluster: Cluster) -> None:
         if done:
             answers[what].set_result(None)
         else:
-            coordination.ask(what, lambda what=what: answers[what], lambda _: None)
+            coordination.ask(what, functools.partial(answers.__getitem__, what), lambda _: None)
     cluster.now = 160.0
     assert [coordination.asked_s(within_s) for within_s in (15, 30, 50, 1000)] == [0, 10, 30, 40]
     answers["a"] = Ref()
