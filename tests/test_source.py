@@ -23,6 +23,7 @@ from ray.exceptions import (
     TaskCancelledError,
     WorkerCrashedError,
 )
+from runs import wait_until
 
 from ray_lance_stream.block import BlockRecipe
 from ray_lance_stream.cluster import coordination as coordination_module
@@ -871,8 +872,8 @@ def test_a_long_wait_for_the_coordinator_is_told_of(
     cluster.ensure.answer = lambda *_: answer
     with ThreadPoolExecutor(1) as pool:
         planned = pool.submit(source.plan, spec(7))
-        while not caplog.records:
-            assert not planned.done()
+        wait_until(lambda: bool(caplog.records) or planned.done(), 30, "it is told of")
+        assert not planned.done()
         answer.set_result(cluster.plan(spec(7)))
         assert planned.result(5).spec == spec(7)
     assert "has not answered for 8 s: the plan of epoch 7" in caplog.text

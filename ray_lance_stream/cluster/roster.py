@@ -200,9 +200,10 @@ class Roster:
         for hand in list(self._wanted):
             if hand.broken is not None and now - hand.broken_at > _REPLACE_AFTER_S:
                 logger.info("prefetcher %d could not start: starting another one", hand.index)
-                self._end(hand)
                 # A new index, so that one after the other is placed on every node there is.
-                self._add(max([hand.index, *(other.index for other in self._hands)]) + 1)
+                index = max(other.index for other in self._hands) + 1
+                self._end(hand)
+                self._add(index)
 
     def _resize(self, size: int) -> None:
         now = time.monotonic()

@@ -14,8 +14,7 @@ the pool is ready, and ``with start`` counts their start as well, as it is count
 Ray was started, its processes have come to rest before. A ratio is that of a round: ours to what had its turn in the
 same round.
 
-``ours, 2nd epoch``: without what only a process's first epoch costs, such as the object store's memory, whose pages
-are made when they are first written to.
+``ours, 2nd epoch``: without what only a pool's first epoch costs.
 
 ``bare`` takes blocks of 32 MiB at random from the table and gathers them back into order, on one thread: the ceiling
 of one reader. ``one core``: one on one core alone, with blocks of the same sizes as ours, which begin smaller; and

@@ -49,11 +49,14 @@ def image(data: bytes) -> Any:
 def ensure_table(directory: str, workload: str, rows: int) -> str:
     """Writes a workload's table unless it is there; returns its name."""
     name = f"{workload}{rows}"
-    db = lancedb.connect(directory)
-    if name not in db.table_names(limit=1000) or db.open_table(name).count_rows() < rows:
-        table = db.create_table(name, schema=rows_of(workload, 0, 1).schema, mode="overwrite")
+    path = Path(directory, f"{name}.lance")
+    if not path.exists():  # all that a process does that is measured, or starts Ray, which Lance's threads must not see
+        unfinished = path.with_stem(f"{name}-unfinished")
+        schema = rows_of(workload, 0, 1).schema
+        table = lancedb.connect(directory).create_table(unfinished.stem, schema=schema, mode="overwrite")
         for chunk in _chunks(workload, rows):
             table.add(chunk)
+        unfinished.rename(path)
     return name
 
 
